@@ -199,6 +199,10 @@ class RecipeConfig(Strict):
     """Nesterov's momentum. SGD only."""
     decay: Literal["all", "weights"] = "all"
     """Parameters with weight decay: all of them, or only `weights`, without norms and biases."""
+    augment: Literal["none", "trivial", "rand"] = "none"
+    """Random changes of the cropped training images: `trivial` is TrivialAugment Wide, one operation of random strength (Müller
+    and Hutter 2021, arXiv 2103.10158); `rand` is RandAugment, two operations of medium strength (Cubuk et al. 2020, arXiv
+    1909.13719). Operations and strengths are those of torchvision."""
     random_erasing: Annotated[Real, Field(ge=0, le=1)] = 0.0
     """Probability with which a rectangle of a training image is replaced by the mean color (Zhong et al. 2020, arXiv
     1708.04896)."""
@@ -218,6 +222,8 @@ class RecipeConfig(Strict):
     ema_decay: Fraction = 0.0
     """Decay per step of the exponential moving average of weights and BatchNorm statistics, which is then validated and saved.
     0 turns averaging off."""
+    validate_every_n_epochs: Count = 1
+    """Epochs between validations. The last epoch is always validated."""
     grad_accum_steps: Count = 1
     """Number of parts into which each step's batch is split to save memory. BatchNorm normalizes each part separately."""
     precision: Literal["float32", "bfloat16"] = "float32"

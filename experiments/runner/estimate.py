@@ -53,8 +53,9 @@ class Estimator:
         rate = resources.workers * (GPU_RATE if resources.gpus else CPU_RATE * resources.cpus)
         # Of a model from elsewhere, the paper's convention may count nothing.
         speed = measured or rate / max(count(config.model.spec(), config.data.size).flops_paper, 1)
-        images = train_images + VALIDATION_COST * val_images
-        wall = (START_SECONDS + config.recipe.epochs * images / speed) / 3600
+        epochs, validations = config.recipe.epochs, -(-config.recipe.epochs // config.recipe.validate_every_n_epochs)
+        images = epochs * train_images + VALIDATION_COST * validations * val_images
+        wall = (START_SECONDS + images / speed) / 3600
         return Hours(wall, wall * resources.workers * resources.cpus, wall * resources.workers * resources.gpus, not measured)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 
@@ -19,14 +19,18 @@ class Epoch:
     images_per_second: float
     wait_share: float
     """Share of the training time spent waiting for images, 0 to 1."""
-    val_loss: float
-    top1: float
+    val_loss: float | None
+    """None if the epoch was not validated, like top-1 and top-5."""
+    top1: float | None
     """Percent."""
-    top5: float
+    top5: float | None
     """Percent."""
+    train_top1: float | None = None
+    """Percent of the training images; None in checkpoints from before 0.2.0."""
 
     def metrics(self) -> dict[str, float]:
         names = {
+            "train_top1": "train/top1",
             "train_loss": "train/loss",
             "images_per_second": "train/images_per_second",
             "wait_share": "train/wait_share",
@@ -34,7 +38,25 @@ class Epoch:
             "top1": "val/top1",
             "top5": "val/top5",
         }
-        return {names.get(key, key): value for key, value in asdict(self).items() if key != "epoch"}
+        return {names.get(key, key): value for key, value in asdict(self).items() if key != "epoch" and value is not None}
+
+
+def best_of(history: Sequence[Epoch]) -> Epoch | None:
+    """The first of the epochs with the highest top-1; None if none was validated."""
+    validated = [(epoch.top1, epoch) for epoch in history if epoch.top1 is not None]
+    return max(validated, key=lambda pair: pair[0])[1] if validated else None
+
+
+def validated_top1(history: Sequence[Epoch]) -> list[float]:
+    """After each epoch, the top-1 of the last validation in percent; 0 before the first one."""
+    return _last_known([epoch.top1 for epoch in history])
+
+
+def _last_known(values: Iterable[float | None]) -> list[float]:
+    known = [0.0]
+    for value in values:
+        known.append(known[-1] if value is None else value)
+    return known[1:]
 
 
 def summary_csv(history: Sequence[Epoch], ended: Mapping[int, int]) -> bytes:
@@ -57,9 +79,9 @@ def read_ended(content: bytes | None) -> dict[int, int]:
 
 
 def read_top1(content: bytes | None) -> list[float]:
-    """Top-1 of each epoch in percent; empty if the file is missing or was edited."""
+    """As `validated_top1`, from the content of the file; empty if it is missing or was edited."""
     try:
-        return [float(row["top1"]) for row in _rows(content)]
+        return _last_known([float(row["top1"]) if row["top1"] else None for row in _rows(content)])
     except (KeyError, TypeError, ValueError):
         return []
 

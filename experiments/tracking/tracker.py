@@ -23,7 +23,7 @@ from mlflow.tracking import MlflowClient
 from experiments.grids.config import PROJECT_DIR, flat
 from experiments.grids.grid import Grid, Trial
 from experiments.runs.provenance import environment, git_commit, machine, versions
-from experiments.runs.summary import Epoch
+from experiments.runs.summary import Epoch, best_of
 from experiments.tracking.result import Result
 from experiments.tracking.store import pages, usable
 from san import Complexity
@@ -298,7 +298,7 @@ class TrialRun:
         server is asked. Returns the epochs of the run after logging.
         """
         if logged is None:
-            logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "val/top1")}
+            logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "epoch")}
         missing = [epoch for epoch in history if epoch.epoch not in logged]
         for first in range(0, len(missing), EPOCHS):
             metrics = [
@@ -314,14 +314,16 @@ class TrialRun:
 
         `images` is the number of images per epoch; `at` is in milliseconds since 1970.
         """
-        best, last = max(history, key=lambda epoch: epoch.top1), history[-1]
+        best = best_of(history)
+        assert best is not None, "the last epoch is validated"
+        at_best, at_last = best.metrics(), history[-1].metrics()
         hours = sum(images / epoch.images_per_second for epoch in history) / 3600
         values = {
-            "summary/best_top1": best.top1,
-            "summary/best_top5": best.top5,
+            "summary/best_top1": at_best["val/top1"],
+            "summary/best_top5": at_best["val/top5"],
             "summary/best_epoch": best.epoch + 1,
-            "summary/last_top1": last.top1,
-            "summary/last_top5": last.top5,
+            "summary/last_top1": at_last["val/top1"],
+            "summary/last_top5": at_last["val/top5"],
             "summary/images_per_second": images * len(history) / (3600 * hours),
             "summary/training_hours": hours,
         }

@@ -20,7 +20,7 @@ from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
 from experiments.runs.claims import Claim, claim_trial
 from experiments.runs.store import StorageError, Store
-from experiments.runs.summary import Epoch
+from experiments.runs.summary import Epoch, best_of
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import RunningEpoch
 from san.models.base import BaseModel
@@ -117,12 +117,14 @@ def last_of(folder: Path, epochs: int) -> Path:
 
 def best_in(store: Store, folder: str = "") -> Checkpoint | None:
     """The checkpoint after the best epoch by top-1, of those in a folder that can be read; None if there is none."""
-    readable = []
+    by_epoch: dict[Epoch, Checkpoint] = {}
     for name in store.names(folder):
         if re.fullmatch(r"epoch-\d+-step-0000000\.pt", PurePosixPath(name).name):
             with suppress(*DAMAGE):
-                readable.append(Checkpoint.of_bytes(store.read(name) or b""))
-    return max(readable, key=lambda checkpoint: checkpoint.history[-1].top1, default=None)
+                checkpoint = Checkpoint.of_bytes(store.read(name) or b"")
+                by_epoch[checkpoint.history[-1]] = checkpoint
+    best = best_of(list(by_epoch))
+    return by_epoch[best] if best else None
 
 
 class Checkpoints:
@@ -234,7 +236,7 @@ class Checkpoints:
         _log.warning("%s: damaged (%s: %s); renamed to %s; %s", self.uri(name), type(error).__name__, error, aside, before)
 
     def _delete_old(self, history: Sequence[Epoch]) -> None:
-        best = max(history, key=lambda epoch: epoch.top1, default=None)
+        best = best_of(history)
         for name in self._names[: -self.keep]:
             if best is None or name != file_name(best.epoch + 1, 0):
                 self.store.delete(self._path(name))

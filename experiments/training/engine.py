@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from experiments.grids.config import EngineConfig, RecipeConfig
+from experiments.training.augment import Augmentation
 from experiments.training.graphs import StepGraphs
 from experiments.training.recipe import MixedBatch, averaged, erased, frozen_parts, mixed, optimizer, schedule
 
@@ -66,15 +67,22 @@ class Engine:
         steps: optimizer steps per epoch, for the schedule.
         micro_batch: images of this worker in a step, or in each part of a step if gradients are accumulated.
         config: how the steps are computed.
+        augment: changes the images of each step.
     """
 
     def __init__(
-        self, model: nn.Module, recipe: RecipeConfig, steps: int, micro_batch: int, config: EngineConfig = PLAIN
+        self,
+        model: nn.Module,
+        recipe: RecipeConfig,
+        steps: int,
+        micro_batch: int,
+        config: EngineConfig = PLAIN,
+        augment: Augmentation | None = None,
     ) -> None:
         self.device = next(model.parameters()).device
         deepspeed = _import_deepspeed(self.device)
         config = config.on(self.device.type)
-        self.recipe = recipe
+        self.recipe, self.augment = recipe, augment
         if recipe.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self._frozen = frozen_parts(model, recipe.freeze)
@@ -133,26 +141,29 @@ class Engine:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def train_step(self, images_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-        """Makes one optimizer step with gradients averaged over the workers; returns this worker's mean loss (with mixup or
-        CutMix, that of the mixed labels)."""
-        mean = torch.zeros((), device=self.device)
+        """Makes one optimizer step with gradients averaged over the workers. Returns this worker's mean loss and share of
+        correct predictions, [2]; with mixup or CutMix, those of the mixed labels."""
+        mean_2 = torch.zeros(2, device=self.device)
+        if self.augment is not None:
+            images_NCHW = self.augment(images_NCHW)
         images_NCHW = erased(images_NCHW, self.recipe.random_erasing)
         parts = mixed(images_NCHW, labels_N, self.recipe).parts(self.recipe.grad_accum_steps)
         for number, part in enumerate(parts, start=1):
-            mean += self._forward_backward(part, len(labels_N))
+            mean_2 += self._forward_backward(part, len(labels_N))
             if number == len(parts):
                 self._average_gradients()
             self._engine.step()  # DeepSpeed counts the parts and updates weights only after the last
         if self._average is not None:
             self._average.update_parameters(self.module)
-        return mean
+        return mean_2
 
     def _run(self, part: MixedBatch, images: int) -> Tensor:
-        """Adds the gradients of a part of a step with `images` images in total; returns the part's share of the mean loss."""
-        loss = part.loss(self._engine(part.images_NCHW), self.recipe.label_smoothing)
-        loss = loss * (len(part.labels_N) / images)  # sizes of parts may differ by one
+        """Adds the gradients of a part of a step with `images` images in total; returns the part's share of the result."""
+        logits_NC = self._engine(part.images_NCHW)
+        share = len(part.labels_N) / images  # sizes of parts may differ by one
+        loss = share * part.loss(logits_NC, self.recipe.label_smoothing)
         self._engine.backward(loss, scale_wrt_gas=False)
-        return loss.detach()
+        return torch.stack((loss.detach(), share * part.accuracy(logits_NC)))
 
     def _average_gradients(self) -> None:
         """Averages over the workers with a single request; with ZeRO, DeepSpeed has averaged already."""

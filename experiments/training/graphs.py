@@ -22,7 +22,7 @@ class StepGraphs:
 
     Args:
         run: runs forward and backward for a part of a step, given the number of images in the step; adds to gradients, whose
-            addresses must not change, and returns the part's share of the mean loss.
+            addresses must not change, and returns a tensor.
         state: tensors that `run` changes, such as gradients and running statistics; they are restored after a capture.
     """
 
@@ -35,24 +35,24 @@ class StepGraphs:
         size = len(part.labels_N), images
         if size not in self._captured:
             self._captured[size] = self._capture(part, images)
-        static, replay, loss = self._captured[size]
+        static, replay, result = self._captured[size]
         for captured, source in zip(static.tensors, part.tensors, strict=True):
             captured.copy_(source)
         replay()
-        return loss
+        return result
 
     def _capture(self, part: MixedBatch, images: int) -> tuple[MixedBatch, Callable[[], object], Tensor]:
         static = part.clone()
         before = [tensor.clone() for tensor in self._state]
-        replay, loss = record(lambda: self._run(static, images))
+        replay, result = record(lambda: self._run(static, images))
         for tensor, value in zip(self._state, before, strict=True):
             tensor.copy_(value)
-        return static, replay, loss
+        return static, replay, result
 
 
 @functools.cache
 def _pool() -> Any:
-    """One memory pool for all graphs, because they never run at the same time and a loss is read before the next replay."""
+    """One memory pool for all graphs, because they never run at the same time and a result is read before the next replay."""
     return torch.cuda.graph_pool_handle()
 
 
@@ -67,5 +67,5 @@ def record(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     graph = torch.cuda.CUDAGraph()
     # The default, `global`, fails if a thread of the loader allocates memory during the capture.
     with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
-        loss = run()
-    return graph.replay, loss
+        result = run()
+    return graph.replay, result

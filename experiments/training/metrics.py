@@ -26,15 +26,27 @@ class RunningEpoch:
     """Finished steps."""
     loss: float = 0.0
     """Sum over the images seen."""
+    hits: float = 0.0
+    """Images that were predicted correctly; with mixup or CutMix, a label counts with its weight."""
     seconds: float = 0.0
     """Training time; steps that were repeated after a kill count once."""
     waited: float = 0.0
     """Part of `seconds` spent waiting for images."""
 
-    def finished(self, images: int, val_loss: float, top1: float, top5: float) -> Epoch:
-        """The metrics of the whole epoch; `images` is the number of training images."""
-        speed, share = images / self.seconds, self.waited / self.seconds
-        return Epoch(self.number, self.lr, self.loss / images, speed, share, val_loss, top1, top5)
+    def finished(self, images: int, scores: Scores | None) -> Epoch:
+        """The metrics of the whole epoch, given the number of training images and, if it was validated, the scores."""
+        loss, top1, top5 = (scores.loss, scores.top1, scores.top5) if scores else (None, None, None)
+        return Epoch(
+            epoch=self.number,
+            lr=self.lr,
+            train_loss=self.loss / images,
+            train_top1=100 * self.hits / images,
+            images_per_second=images / self.seconds,
+            wait_share=self.waited / self.seconds,
+            val_loss=loss,
+            top1=top1,
+            top5=top5,
+        )
 
 
 MOST_CLASSES = 50

@@ -59,6 +59,14 @@ class MixedBatch(NamedTuple):
         others = cross_entropy(logits_NC, self.others_N, label_smoothing=label_smoothing)
         return self.shares_2[0] * loss + self.shares_2[1] * others
 
+    def accuracy(self, logits_NC: Tensor) -> Tensor:
+        """Share of images whose class has the highest logit; weighted over both classes if there are two."""
+        best_N = logits_NC.argmax(dim=1)
+        share = (best_N == self.labels_N).float().mean()
+        if self.others_N is None or self.shares_2 is None:
+            return share
+        return self.shares_2[0] * share + self.shares_2[1] * (best_N == self.others_N).float().mean()
+
 
 def mixup(images_NCHW: Tensor, labels_N: Tensor, alpha: float) -> MixedBatch:
     """Blends every image with another one of the batch (Zhang et al. 2018, arXiv 1710.09412), unless alpha is 0.

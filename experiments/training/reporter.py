@@ -86,10 +86,10 @@ class ProgressReporter:
             "train/images_per_second": seen / running.seconds,
             "train/wait_share": running.waited / running.seconds,
         }
-        return metrics | ({"val/top1": history[-1].top1} if history else {})
+        return metrics | _last_top1(history)
 
     def report_epoch(self, history: Sequence[Epoch]) -> None:
-        metrics = {"epoch": len(history), "epochs": self.epochs, **history[-1].metrics()}
+        metrics = self._epoch_metrics(history)
         self.report(metrics)
         self._log(metrics)
         self._reports.epoch_done()
@@ -97,13 +97,24 @@ class ProgressReporter:
 
     def report_stopped(self, history: Sequence[Epoch]) -> None:
         """Reports that early stopping has ended the trial."""
-        self.report({"epoch": len(history), "epochs": self.epochs, "stopped": 1, **history[-1].metrics()})
+        self.report(
+            {"epoch": len(history), "epochs": self.epochs, "stopped": 1, **_last_top1(history), **history[-1].metrics()}
+        )
         if dist.get_rank() == 0:
             _log.info("%s: other trials had a higher top-1 at this epoch", stopped(len(history), self.epochs))
+
+    def _epoch_metrics(self, history: Sequence[Epoch]) -> dict[str, float]:
+        return {"epoch": len(history), "epochs": self.epochs, **_last_top1(history), **history[-1].metrics()}
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         if dist.get_rank() == 0:
             _log.info(", ".join(words(metrics)))
+
+
+def _last_top1(history: Sequence[Epoch]) -> dict[str, float]:
+    """Of the last validation; empty before the first one."""
+    top1 = [epoch.top1 for epoch in history if epoch.top1 is not None]
+    return {"val/top1": top1[-1]} if top1 else {}
 
 
 def stopped(epoch: int, epochs: int) -> str:

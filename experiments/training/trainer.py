@@ -26,8 +26,9 @@ from experiments.grids.imports import import_sources
 from experiments.runs.claims import Claim
 from experiments.runs.retry import OUTAGE_TIMEOUT
 from experiments.runs.store import StorageError
-from experiments.runs.summary import CONFUSION, Confusion, Epoch, read_ended, summary_csv
+from experiments.runs.summary import CONFUSION, Confusion, Epoch, best_of, read_ended, summary_csv, validated_top1
 from experiments.runs.workspace import Workspace
+from experiments.training.augment import Augmentation
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
 from experiments.training.device import compute_tags, explain_oom, precision_warning, prepare_cpu, training_device
 from experiments.training.engine import Engine, join_process_group, numerics
@@ -115,7 +116,8 @@ def _prepare(
     if config.recipe.scaling is not None and rank == 0:
         _log.info(config.recipe.scaling)
     micro_batch = -(-config.recipe.batch_size // (world * config.recipe.grad_accum_steps))
-    engine = Engine(model.to(device), config.recipe, train.steps, micro_batch, config.engine)
+    augment = None if config.recipe.augment == "none" else Augmentation(config.recipe.augment, train.transform, device)
+    engine = Engine(model.to(device), config.recipe, train.steps, micro_batch, config.engine, augment)
     _log.info(", ".join(f"{name}: {value}" for name, value in tags.items()))
     if (warning := precision_warning(config.recipe.precision, device)) is not None:
         _log.warning(warning)
@@ -127,7 +129,7 @@ def _prepare(
 
 class _Step(NamedTuple):
     lr: float
-    loss: Tensor
+    loss_and_accuracy_2: Tensor
     images: int
 
 
@@ -202,7 +204,7 @@ class Trainer:
                             self.reporter.report_step(running, self.history)
                         unchecked.clear()
                         clock.start()
-                self.history = (*self.history, self.validate(running))
+                self.history = (*self.history, self.finish_epoch(running))
                 running = RunningEpoch(len(self.history), self.engine.lr)
                 # Saved first: after a kill, the next start logs what was saved but not logged.
                 self.save(running)
@@ -239,7 +241,7 @@ class Trainer:
         return running
 
     def check(self, steps: Sequence[_Step], running: RunningEpoch) -> _Due:
-        """Adds the losses of the latest steps, over all workers, to the epoch's, and asks the first worker what is due.
+        """Adds losses and hits of the latest steps, over all workers, to the epoch's, and asks the first worker what is due.
 
         The only place in an epoch where a GPU is waited for and where workers exchange anything but gradients. The sum of the
         losses does not depend on when it is computed, because a resumed epoch computes it after other steps.
@@ -247,14 +249,14 @@ class Trainer:
         Raises:
             FloatingPointError: a loss is not finite; raised on all workers.
         """
-        losses = torch.stack([step.loss for step in steps]).double().tolist()
+        losses, shares = torch.stack([step.loss_and_accuracy_2 for step in steps]).double().T.tolist()
         finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
         is_last = running.steps == self.train.steps
         stop = False
         if self.should_stop is not None and dist.get_rank() == 0 and not is_last and self._is_time_to_ask():
             stop, self._asked_at = self.should_stop(), time.monotonic()
         due = [stop or (self.checkpoints.is_due() and not is_last), self.reporter.is_due(is_last), stop]
-        sums = [loss * step.images for loss, step in zip(losses, steps, strict=True)]
+        sums = [mean * step.images for means in (losses, shares) for mean, step in zip(means, steps, strict=True)]
         of_worker = torch.tensor([finite, *due, *sums], dtype=torch.float64, device=self.train.device)
         everyone = [torch.empty_like(of_worker) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, of_worker)
@@ -265,19 +267,23 @@ class Trainer:
             raise FloatingPointError(
                 f"non-finite loss in step {number} of epoch {running.number} at learning rate {steps[first].lr:.4g}"
             )
-        for total in totals:
-            running.loss += sum(total)
+        for loss, hits in zip(totals[: len(steps)], totals[len(steps) :], strict=True):
+            running.loss += sum(loss)
+            running.hits += sum(hits)
         return _Due(bool(saves[0]), bool(reports[0]), bool(stops[0]))
 
-    def validate(self, running: RunningEpoch) -> Epoch:
+    def finish_epoch(self, running: RunningEpoch) -> Epoch:
+        """Validates the model if the recipe validates it after this epoch."""
         self.engine.average_buffers()
-        loss, top1, top5, _, counts = evaluate(self.engine.model, self.val, self.watchdog.step_ended)
-        if not math.isfinite(loss):
+        recipe, finished, images = self.trial.config.recipe, running.number + 1, len(self.train.dataset)
+        if finished % recipe.validate_every_n_epochs and finished != recipe.epochs:
+            return running.finished(images, None)
+        scores = evaluate(self.engine.model, self.val, self.watchdog.step_ended)
+        if not math.isfinite(scores.loss):
             raise FloatingPointError(f"non-finite validation loss after epoch {running.number}")
-        is_last = running.number + 1 == self.trial.config.recipe.epochs
-        if is_last and counts is not None and dist.get_rank() == 0:
-            self.checkpoints.write(CONFUSION, Confusion(self.train.dataset.classes, counts).as_csv())
-        return running.finished(len(self.train.dataset), loss, top1, top5)
+        if finished == recipe.epochs and scores.confusion is not None and dist.get_rank() == 0:
+            self.checkpoints.write(CONFUSION, Confusion(self.train.dataset.classes, scores.confusion).as_csv())
+        return running.finished(images, scores)
 
     def save(self, running: RunningEpoch) -> None:
         state = self.engine.state_dict()
@@ -323,8 +329,7 @@ class Trainer:
         """The decision of rank 0 between two epochs, broadcast to all ranks."""
         if self.should_continue is None or not self.history or running.steps:
             return True
-        top1 = [epoch.top1 for epoch in self.history]
-        answer = [self.should_continue(self.trial.key, top1) if dist.get_rank() == 0 else True]
+        answer = [self.should_continue(self.trial.key, validated_top1(self.history)) if dist.get_rank() == 0 else True]
         dist.broadcast_object_list(answer)
         return answer[0]
 
@@ -351,7 +356,7 @@ class Trainer:
     def _best(self) -> Checkpoint | None:
         """The checkpoint whose weights are registered."""
         best = best_in(self.checkpoints.store, self.checkpoints.folder)
-        if best is None or best.history[-1].top1 < max(epoch.top1 for epoch in self.history):
+        if best is None or best.history[-1] != best_of(self.history):
             name = best.name if best else "no checkpoint"
             _log.warning("cannot read the checkpoint of the best epoch; registered instead: %s", name)
         return best

@@ -16,7 +16,17 @@ from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin
 from experiments.training.metrics import RunningEpoch
 from san import Complexity
 
-EPOCH = Epoch(epoch=0, lr=0.1, train_loss=1.0, images_per_second=2.0, wait_share=0.5, val_loss=1.0, top1=50.0, top5=100.0)
+EPOCH = Epoch(
+    epoch=0,
+    lr=0.1,
+    train_loss=1.0,
+    images_per_second=2.0,
+    wait_share=0.5,
+    val_loss=1.0,
+    top1=50.0,
+    top5=100.0,
+    train_top1=25.0,
+)
 ORIGIN = Origin("small", "digits", "pairwise_3", 0, {}, "abc-def", ("cat", "dog"))
 SHORT = ("recipe.epochs=2", "recipe.batch_size=50", "data.train_per_class=20")  # 4 steps an epoch
 ALWAYS = ("checkpointing.check_every_n_steps=1", "checkpointing.checkpoint_every_n_minutes=1e-9")

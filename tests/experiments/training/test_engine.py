@@ -54,11 +54,13 @@ def test_engine_trains_like_plain_torch(engine: Engine) -> None:
     for step, (x, labels) in enumerate(batches()):
         sgd.param_groups[0]["lr"] = RECIPE.lr * (1 + math.cos(math.pi * step / 6)) / 2
         assert engine.lr == pytest.approx(sgd.param_groups[0]["lr"])
-        loss = cross_entropy(plain(x), labels, label_smoothing=0.1)
+        logits = plain(x)
+        loss = cross_entropy(logits, labels, label_smoothing=0.1)
         sgd.zero_grad()
         loss.backward()
         sgd.step()
-        assert engine.train_step(x, labels) == pytest.approx(loss.item(), rel=1e-5)
+        accuracy = float((logits.argmax(1) == labels).float().mean())
+        assert engine.train_step(x, labels).tolist() == pytest.approx([loss.item(), accuracy], rel=1e-5)
     for ours, theirs in zip(engine.model.state_dict().values(), plain.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert engine.lr == pytest.approx(0)
@@ -120,9 +122,7 @@ def test_accumulated_gradients_equal_the_gradients_of_the_whole_batch(parts: int
     """For a model without BatchNorm. Three parts of eight images have different sizes."""
     whole, cut = (Engine(perceptron(), recipe(grad_accum_steps=n), 3, 8 // n) for n in (1, parts))
     for images, labels in batches():
-        assert float(cut.train_step(images / 50, labels)) == pytest.approx(
-            float(whole.train_step(images / 50, labels)), rel=1e-5
-        )
+        torch.testing.assert_close(cut.train_step(images / 50, labels), whole.train_step(images / 50, labels))
     assert cut.lr == whole.lr == pytest.approx(0)
     for ours, theirs in zip(cut.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -131,7 +131,7 @@ def test_accumulated_gradients_equal_the_gradients_of_the_whole_batch(parts: int
 def test_bfloat16_does_not_affect_stored_tensors_and_validation(process_group: None) -> None:
     exact, rounded = Engine(network(), recipe(), 3, 8), Engine(network(), recipe(precision="bfloat16"), 3, 8)
     batch = batches()[0]
-    first, second = float(exact.train_step(*batch)), float(rounded.train_step(*batch))
+    first, second = (float(engine.train_step(*batch)[0]) for engine in (exact, rounded))
     assert first != second == pytest.approx(first, rel=0.02)
     state = rounded.state_dict()
     tensors = [*state["model"].values(), *(moment["momentum_buffer"] for moment in state["optimizer"]["state"].values())]
@@ -164,13 +164,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_state_round_trip(name: str, process_group: None, tmp_path: Path) -> None:
     options, how = recipe(**OPTIONS[name][0]), EngineConfig(**OPTIONS[name][1])
     first = Engine(convolution(), options, 3, 8, how)
-    losses = [first.train_step(*batch) for batch in maps()[:2]]
+    losses = [first.train_step(*batch)[0] for batch in maps()[:2]]
     torch.save(first.state_dict(), tmp_path / "state.pt")
-    losses += [first.train_step(*batch) for batch in maps()[2:4]]
+    losses += [first.train_step(*batch)[0] for batch in maps()[2:4]]
     assert all(map(torch.isfinite, losses))
     second = Engine(convolution(), options, 3, 8, how)
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert [second.train_step(*batch) for batch in maps()[2:4]] == losses[2:]
+    assert [second.train_step(*batch)[0] for batch in maps()[2:4]] == losses[2:]
     assert set(first.state_dict()["model"]) == set(convolution().state_dict())
     for ours, theirs in ((first.module, second.module), (first.model, second.model)):
         for left, right in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):

@@ -16,6 +16,7 @@ from experiments.runs.summary import Confusion
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.engine import Engine
+from experiments.training.metrics import Scores
 from experiments.training.trainer import run_trial
 from tests.experiments.conftest import Trained
 from tests.experiments.drivers import PATIENCE
@@ -56,6 +57,7 @@ def test_killed_trial_resumes_with_identical_weights(
         "recipe.mixup_alpha=0.2",
         "recipe.cutmix_alpha=1",
         "recipe.drop_path=0.2",
+        "recipe.augment=trivial",
         "recipe.ema_decay=0.9",
         "recipe.grad_accum_steps=2",
         "engine.deterministic=true",
@@ -101,6 +103,19 @@ def test_trial_resumes_with_another_number_of_workers_and_zero_stage(
     assert (finished.workers, len(finished.history)) == (1, 2)
 
 
+def test_validates_every_few_epochs_and_after_the_last(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
+    grid_run = open_small_grid(*SHORT, "recipe.epochs=5", "recipe.validate_every_n_epochs=2")
+    trial = grid_run.trials[0]
+    run_trial(grid_run.workspace, trial, silent)
+    history = newest(grid_run.workspace, trial).history
+    assert [epoch.top1 is not None for epoch in history] == [False, True, False, True, True]
+    client, result = grid_run.tracker.client, grid_run.tracker.results()[trial.key]
+    assert result.metrics["summary/last_top1"] == history[-1].top1
+    logged = {name: client.get_metric_history(result.run_id, name) for name in ("val/top1", "train/top1")}
+    assert [metric.step for metric in logged["val/top1"]] == [1, 3, 4]
+    assert [metric.value for metric in logged["train/top1"]] == [epoch.train_top1 for epoch in history]
+
+
 def test_non_finite_loss_stops_the_trial(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
     """It is found at the next check. The message names the step. The thread that logs metrics ends."""
     grid_run = open_small_grid(
@@ -116,7 +131,7 @@ def test_non_finite_validation_loss_is_not_saved(
 ) -> None:
     grid_run = open_small_grid(*SHORT)
     trial = grid_run.trials[0]
-    monkeypatch.setattr("experiments.training.trainer.evaluate", lambda *arguments: (float("nan"), 10.0, 50.0, 360, None))
+    monkeypatch.setattr("experiments.training.trainer.evaluate", lambda *arguments: Scores(float("nan"), 10.0, 50.0, 360, None))
     with pytest.raises(FloatingPointError, match="validation loss after epoch 0; last good checkpoint: none"):
         run_trial(grid_run.workspace, trial, silent)
     assert not list(grid_run.workspace.checkpoints(trial).glob("*.pt"))

@@ -1,0 +1,101 @@
+"""Random augmentation: each operation against Pillow, whose results torchvision's definitions follow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageEnhance, ImageOps
+from torch import Tensor
+
+from experiments.training.augment import BINS, Augmentation, operations
+from pipelines import Transform
+
+SIZE = 24
+CPU = torch.device("cpu")
+(
+    IDENTITY,
+    SHEAR_X,
+    SHEAR_Y,
+    TRANSLATE_X,
+    TRANSLATE_Y,
+    ROTATE,
+    BRIGHTNESS,
+    COLOR,
+    CONTRAST,
+    SHARPNESS,
+    POSTERIZE,
+    SOLARIZE,
+    AUTOCONTRAST,
+    EQUALIZE,
+) = operations(SIZE)
+
+
+def photo(seed: int) -> Image.Image:
+    """A smooth image, with a few values in one of its channels."""
+    rng = np.random.default_rng(seed)
+    small = Image.fromarray(rng.integers(0, 256, (5, 5, 3), dtype=np.uint8)).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
+    pixels = np.asarray(small).copy()
+    pixels[..., 1] = pixels[..., 1] // 64 * 20 + 50
+    return Image.fromarray(pixels)
+
+
+def as_batch(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)[None] / 255
+
+
+def moved(image: Image.Image, *matrix: float) -> Image.Image:
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST)
+
+
+PILLOW = {
+    "identity": (IDENTITY, lambda image, s: image),
+    "shear_x": (SHEAR_X, lambda image, s: moved(image, 1, -s, 0, 0, 1, 0)),
+    "shear_y": (SHEAR_Y, lambda image, s: moved(image, 1, 0, 0, -s, 1, 0)),
+    "translate_x": (TRANSLATE_X, lambda image, s: moved(image, 1, 0, -int(s), 0, 1, 0)),
+    "translate_y": (TRANSLATE_Y, lambda image, s: moved(image, 1, 0, 0, 0, 1, -int(s))),
+    "rotate": (ROTATE, lambda image, s: image.rotate(s)),
+    "brightness": (BRIGHTNESS, lambda image, s: ImageEnhance.Brightness(image).enhance(1 + s)),
+    "color": (COLOR, lambda image, s: ImageEnhance.Color(image).enhance(1 + s)),
+    "contrast": (CONTRAST, lambda image, s: ImageEnhance.Contrast(image).enhance(1 + s)),
+    "sharpness": (SHARPNESS, lambda image, s: ImageEnhance.Sharpness(image).enhance(1 + s)),
+    "posterize": (POSTERIZE, lambda image, s: ImageOps.posterize(image, round(s))),
+    "solarize": (SOLARIZE, lambda image, s: ImageOps.solarize(image, 255 * s)),
+    "autocontrast": (AUTOCONTRAST, lambda image, s: ImageOps.autocontrast(image)),
+    "equalize": (EQUALIZE, lambda image, s: ImageOps.equalize(image)),
+}
+
+
+@pytest.mark.parametrize("name", PILLOW)
+@given(st.integers(0, 1000), st.integers(0, BINS - 1), st.sampled_from([-1, 1]), st.booleans())
+def test_operations_agree_with_pillow(name: str, seed: int, number: int, sign: int, is_rand: bool) -> None:
+    operation, pillow = PILLOW[name]
+    ends = operation.rand if is_rand else operation.trivial
+    # A little less, so that no pixel is exactly at a threshold or between two others.
+    strength = 0.999 * float(torch.linspace(*ends, BINS)[number]) * (sign if operation.signed else 1)
+    image = photo(seed)
+    ours = operation.change(as_batch(image), torch.tensor([strength]))
+    difference = (ours - as_batch(pillow(image, strength))).abs() * 255
+    # Pillow rounds intermediate values, and may choose the other neighbor of pixels that lie almost between two.
+    assert (difference.amax(1) > 2.01).float().mean() <= (0.1 if operation in (SHEAR_X, SHEAR_Y, ROTATE) else 0)
+
+
+@pytest.mark.parametrize(("policy", "most"), [("trivial", 1), ("rand", 2)])
+def test_policies_change_each_image_on_its_own(policy: str, most: int) -> None:
+    """All operations occur, and the pixels stay between black and white."""
+    transform = Transform(size=SIZE, resize=SIZE)
+    augment = Augmentation(policy, transform, CPU)
+    mean, std = torch.tensor(transform.mean)[:, None, None], torch.tensor(transform.std)[:, None, None]
+    images_NCHW = (as_batch(photo(0)).expand(600, 3, SIZE, SIZE) - mean) / std
+    torch.manual_seed(0)
+    changed = augment(images_NCHW)
+    pixels = changed * std + mean
+    assert pixels.min() > -1e-5 and pixels.max() < 1 + 1e-5
+    kinds = len({image.mul(1e4).round().numpy().tobytes() for image in pixels})
+    same = (changed - images_NCHW).abs().amax((1, 2, 3)) < 1e-5
+    expected = (1 / len(operations(SIZE))) ** most
+    assert kinds > 14 * most and expected / 2 < same.float().mean() < 6 * expected
+    torch.manual_seed(0)
+    assert torch.equal(augment(images_NCHW), changed)
