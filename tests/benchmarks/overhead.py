@@ -1,13 +1,15 @@
 """Measures the overhead of engine, tracking and checkpoints: a trial against a loop in plain PyTorch.
 
-    python -m tests.benchmarks.overhead [--setting digits] [--setting san10]
+    python -m tests.benchmarks.overhead [--setting digits] [--setting san10] [--setting workers]
 
 Both train the same model with the same loader, SGD, cosine schedule, label smoothing and validation; the plain loop is
-`bare_epochs`. `run_trial` includes DeepSpeed, checkpoints, logs, `summary.csv`, and MLflow on SQLite with system metrics.
+`bare_epochs`. With the setting `workers`, two workers train in step, in the plain loop with DistributedDataParallel.
+`run_trial` includes DeepSpeed, checkpoints, logs, `summary.csv`, and MLflow on SQLite with system metrics.
 They take turns in one process: one epoch of the trial, two of the loop, two of the trial, and so on, each after a short rest,
 so each one comes first equally often. The CPU time of the MLflow thread during a rest is added to the epoch before, as on a
 single core. The first pair is left out. The results are the median ratios of wall time and of the CPU time of all
-threads over pairs, with 95 % intervals from 10 000 resamples.
+threads of the first worker over pairs, with 95 % intervals from 10 000 resamples. Memory is the peak of a new process of the
+first worker that trains only one way, for four epochs.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -30,8 +35,9 @@ from torch.nn.functional import cross_entropy
 
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.grid import Trial
-from experiments.runner.grid_run import open_grid_run
+from experiments.runs.workspace import Workspace
 from experiments.training.device import training_device
+from experiments.training.engine import join_process_group
 from experiments.training.images import loaders
 from experiments.training.trainer import run_trial
 
@@ -39,6 +45,7 @@ GRID = PROJECT_DIR / "experiments" / "grids" / "footprint.yaml"
 ROW = "pairwise_7"
 SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
     "digits": ("digits", ("recipe.epochs=120",)),
+    "workers": ("digits", ("recipe.epochs=60", "resources.workers=2")),
     "san10": (
         "imagenet",
         (
@@ -130,15 +137,46 @@ class Turns:
         self.began = Spent.so_far()
 
 
-def measure_trial(profile: str, overrides: Sequence[str], runs: Path) -> tuple[Trial, Turns]:
-    """Trains the trial and the plain loop in turn; every worker calls this. The number of epochs must be even."""
+def prepared(profile: str, overrides: Sequence[str], runs: Path) -> tuple[Workspace, Trial]:
+    """The trial, which workers may now train."""
+    from experiments.runner.grid_run import open_grid_run  # imports MLflow, which the plain loop does not need
+
     grid_run = open_grid_run(GRID, profile, overrides, runs)
     if os.environ.get("RANK", "0") == "0":
         grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
-    trial = next(trial for trial in grid_run.trials if trial.row == ROW)
+    return grid_run.workspace, next(trial for trial in grid_run.trials if trial.row == ROW)
+
+
+def times(rank: int, workspace: Workspace, trial: Trial) -> tuple[list[Spent], list[Spent]]:
+    """Trains the trial and the plain loop in turn; every worker calls this. The number of epochs must be even."""
     turns = Turns(bare_epochs(trial))
-    run_trial(grid_run.workspace, trial, turns.report)
-    return trial, turns
+    run_trial(workspace, trial, turns.report)
+    return turns.trial_epochs, turns.bare_epochs
+
+
+def peak_memory(rank: int, workspace: Workspace, trial: Trial, is_bare: bool) -> float:
+    """Trains only one way; returns the peak of this process in MB."""
+    if is_bare:
+        join_process_group(torch.device("cpu"))
+        list(bare_epochs(trial))
+    else:
+        run_trial(workspace, trial, lambda metrics: None)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def in_workers(function: Callable[..., Any], workspace: Workspace, trial: Trial, *arguments: object) -> Any:
+    """Calls the function in a new process for each worker of the trial; returns the result of the first one."""
+    workers = trial.config.resources.workers
+    with tempfile.TemporaryDirectory() as folder, get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:
+        calls = [(rank, workers, Path(folder, "meeting"), function, workspace, trial, *arguments) for rank in range(workers)]
+        return pool.starmap(_worker, calls, chunksize=1)[0]
+
+
+def _worker(rank: int, workers: int, meeting: Path, function: Callable[..., Any], *arguments: object) -> Any:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers)}
+    if workers > 1:
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=workers)
+    return function(rank, *arguments)
 
 
 def overhead(trial: Sequence[float], bare: Sequence[float]) -> str:
@@ -150,24 +188,27 @@ def overhead(trial: Sequence[float], bare: Sequence[float]) -> str:
     return f"{median} % ({low} to {high})"
 
 
-def line(setting: str, turns: Turns) -> str:
-    pairs = list(zip(turns.trial_epochs[1:], turns.bare_epochs[1:], strict=True))
+def line(setting: str) -> str:
+    profile, overrides = SETTINGS[setting]
+    with tempfile.TemporaryDirectory() as folder:
+        trial_epochs, bare_epochs = in_workers(times, *prepared(profile, overrides, Path(folder, "times")))
+        short = prepared(profile, (*overrides, "recipe.epochs=4"), Path(folder, "memory"))
+        memory = [in_workers(peak_memory, *short, is_bare) for is_bare in (True, False)]
+    pairs = list(zip(trial_epochs[1:], bare_epochs[1:], strict=True))
     walls = [trial.wall for trial, _ in pairs], [bare.wall for _, bare in pairs]
     cpus = [trial.cpu for trial, _ in pairs], [bare.cpu for _, bare in pairs]
     medians = (f"{statistics.median(each):.3f}" for each in reversed(walls))
-    return f"| {setting} | {len(pairs)} | {' | '.join(medians)} | {overhead(*walls)} | {overhead(*cpus)} |"
+    times_and_memory = " | ".join((*medians, overhead(*walls), overhead(*cpus), *(f"{peak:.0f}" for peak in memory)))
+    return f"| {setting} | {len(pairs)} | {times_and_memory} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", action="append", choices=list(SETTINGS))
     options = parser.parse_args()
-    lines = []
-    for setting in options.setting or SETTINGS:
-        with tempfile.TemporaryDirectory() as folder:
-            lines.append(line(setting, measure_trial(*SETTINGS[setting], Path(folder))[1]))
+    lines = [line(setting) for setting in options.setting or SETTINGS]
     print(f"torch {torch.__version__}; seconds of an epoch, medians; overhead: median over pairs of epochs (95 % interval)\n")
-    columns = ("setting", "pairs", "bare", "run_trial", "overhead", "in CPU time")
+    columns = ("setting", "pairs", "bare", "run_trial", "overhead", "in CPU time", "bare, MB", "run_trial, MB")
     print(f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}", *lines, sep="\n")
 
 

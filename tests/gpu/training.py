@@ -65,14 +65,15 @@ def training(several: bool, engine: dict[str, str], settings: Settings) -> Itera
 
 def worker(profile: str, runs: Path, found: Path, keys: list[str]) -> None:
     """Runs one worker of the trial and of the plain loop; the first one writes the seconds of all epochs except the first."""
-    from tests.benchmarks.overhead import measure_trial
+    from tests.benchmarks.overhead import prepared, times
 
     if "RANK" in os.environ:
         torch.distributed.init_process_group("gloo" if sys.argv[1] == "cpu" else "cpu:gloo,cuda:nccl")
-    trial, turns = measure_trial(profile, tuple(keys), runs)
+    workspace, trial = prepared(profile, keys, runs)
+    trial_epochs, bare_epochs = times(0, workspace, trial)
     if int(os.environ.get("RANK", "0")) == 0:
         images = 2 * trial.config.data.synthetic_classes * trial.config.data.synthetic_per_class  # training and validation
-        seconds = {"trial": [spent.wall for spent in turns.trial_epochs[1:]], "bare": [s.wall for s in turns.bare_epochs[1:]]}
+        seconds = {"trial": [spent.wall for spent in trial_epochs[1:]], "bare": [spent.wall for spent in bare_epochs[1:]]}
         found.write_text(json.dumps({"images": images, **seconds}))
 
 
