@@ -245,7 +245,9 @@ def _axis_errors(grid: Grid, layers: Sequence[tuple[str, dict[str, Any]]]) -> It
 
 
 def _repeated(grid: Grid) -> Iterator[str]:
-    for what, values in (("rows: each id", [row.id for row in grid.rows]), ("seeds: each seed", list(grid.seeds))):
+    values_of: dict[str, Sequence[object]] = {"rows: each id": [row.id for row in grid.rows], "seeds: each seed": grid.seeds}
+    values_of |= {f"rows: each seed of {row.id}": row.seeds for row in grid.rows if row.seeds is not None}
+    for what, values in values_of.items():
         twice = [str(value) for value, count in Counter(values).items() if count > 1]
         if twice:
             yield f"{what} must be unique, but these occur more than once: {', '.join(twice)}"
@@ -280,7 +282,11 @@ class _Layers:
     resolve_paths: bool
 
     def values(self, row: Row) -> dict[str, Any]:
-        layers = self.grid.base.model_dump(), row.model_dump(exclude={"id"}), *(layer for _, layer in self.overrides)
+        layers = (
+            self.grid.base.model_dump(),
+            row.model_dump(include=set(Layer.model_fields)),
+            *(layer for _, layer in self.overrides),
+        )
         values = merged({}, *layers)
         profile = self.profile
         if is_module(values["model"].get("name")):  # the profile's stages and widths are those of this project's networks

@@ -1,4 +1,4 @@
-"""The schema of a grid file, and a trial, which is one trial of a grid. `expand` reads the files."""
+"""The schema of a grid file, and a trial of a grid, which is a row with a seed. `expand` reads the files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from experiments.grids.config import Count, Strict, TrialConfig, Whole
 from experiments.grids.custom_code import custom_code
 from experiments.grids.imports import SourceFile
 from san.models import ModelSpec
+
+Seeds = Annotated[tuple[Annotated[Whole, Field(ge=0, lt=2**63)], ...], Field(min_length=1)]
 
 
 class Layer(Strict):
@@ -32,6 +34,8 @@ class Row(Layer):
 
     id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the row: letters, digits, `_`, `.` and `-`."""
+    seeds: Seeds | None = None
+    """Seeds of this row. Null: those of the grid."""
 
 
 class Plot(Strict):
@@ -76,7 +80,7 @@ class Grid(Strict):
     `rows`, each combination is a row."""
     base: Layer = Layer()
     """Changes that apply to every row."""
-    seeds: tuple[Annotated[Whole, Field(ge=0, lt=2**63)], ...] = Field(default=(0,), min_length=1)
+    seeds: Seeds = (0,)
     """Seeds of the runs: each row is trained once per seed."""
     plot: Plot | None = None
     """Plot of the results. Null: top-1 against the first numeric key of `product`, or one mark per row if there is none."""
@@ -85,6 +89,11 @@ class Grid(Strict):
     results of finished trials."""
     robustness: ProtocolName | None = None
     """Protocol to measure on each trained trial; the table then shows the results of the protocol instead of accuracy."""
+
+    def seeds_of(self, row: str) -> Seeds:
+        """The seeds of the row with this id."""
+        (own,) = (each.seeds for each in self.rows if each.id == row)
+        return self.seeds if own is None else own
 
 
 LOCATION_FIELDS = (

@@ -112,7 +112,7 @@ def open_grid_run(
     trials = tuple(
         Trial(path.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
         for row, config in configs.items()
-        for seed in (expanded.grid.seeds if seeds is None else range(seeds))
+        for seed in (expanded.grid.seeds_of(row) if seeds is None else range(seeds))
     )
     for scaling in dict.fromkeys(config.recipe.scaling for config in configs.values()):
         if scaling is not None:

@@ -83,7 +83,7 @@ class Dataset:
 
     @classmethod
     def scan(cls, root: Path | str, split: str) -> "Dataset":
-        """Lists the JPEG and PNG files in `root/split/<class>/`, except those whose names begin with a dot.
+        """Lists the JPEG and PNG files in `root/split/<class>/` and its subfolders, except those whose names begin with a dot.
 
         Symbolic links are followed. A broken link counts as a file that cannot be decoded.
 
@@ -329,8 +329,8 @@ def skipped_files(root: Path, split: str) -> list[str]:
         with os.scandir(root / split) as entries:
             skipped = [sorted(f"{split}/{entry.name}" for entry in entries if not os.path.isdir(entry.path))]
         for name in _class_names(root / split):
-            with os.scandir(root / split / name) as entries:
-                skipped.append(sorted(f"{split}/{name}/{entry.name}" for entry in entries if not _named_as_image(entry.name)))
+            files = _files(root / split / name, f"{split}/{name}/")
+            skipped.append(sorted(path for path, entry in files if not _named_as_image(entry.name)))
     return [path for paths in skipped for path in paths]
 
 
@@ -342,9 +342,9 @@ def _hashes(paths: Paths, seed: int) -> NDArray[np.uint64]:
 
 
 def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[str, ...], "array[int]"]:
-    """The sorted classes of paths `split/class/image`, and the label of each path."""
+    """The sorted classes of paths `split/class/.../image`, and the label of each path."""
     numbers: dict[str, int] = {}
-    first_seen = np.array([numbers.setdefault(path.rpartition("/")[0], len(numbers)) for path in paths])
+    first_seen = np.array([numbers.setdefault("/".join(path.split("/", 2)[:-1]), len(numbers)) for path in paths])
     folders = sorted(numbers)
     if {folder.count("/") for folder in folders} != {1} or len({folder.split("/")[0] for folder in folders}) > 1:
         raise DataError(
@@ -405,10 +405,19 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _images(folder: Path) -> list[tuple[str, int]]:
-    """Names and sizes in bytes, sorted by name."""
+    """Names and sizes in bytes, sorted by name. Names of files in subfolders contain the subfolder."""
+    found = [(name, _size(entry)) for name, entry in _files(folder) if _named_as_image(entry.name)]
+    return sorted((name, size) for name, size in found if size is not None)
+
+
+def _files(folder: Path, prefix: str = "") -> Iterator[tuple[str, "os.DirEntry[str]"]]:
+    """The files of a folder and its subfolders with their names in it, except those in hidden subfolders."""
     with os.scandir(folder) as entries:
-        named = [entry for entry in entries if _named_as_image(entry.name)]
-    return sorted((entry.name, size) for entry in named if (size := _size(entry)) is not None)
+        for entry in entries:
+            if _named_as_image(entry.name) or not entry.is_dir(follow_symlinks=False):  # a link may lead into a circle
+                yield prefix + entry.name, entry
+            elif not entry.name.startswith("."):
+                yield from _files(Path(entry.path), f"{prefix}{entry.name}/")
 
 
 def _named_as_image(name: str) -> bool:

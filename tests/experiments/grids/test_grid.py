@@ -13,6 +13,7 @@ from experiments.grids.expand import GRIDS_DIR, Expanded
 from experiments.grids.expand import expand as expand_grid
 from experiments.grids.grid import Trial
 from experiments.paper.tables import EPOCHS, INPUT_SIZE, paper_rows, table_names
+from experiments.runner.grid_run import open_grid_run
 
 GRIDS = [path for path in sorted(GRIDS_DIR.glob("*.yaml")) if path.stem not in ("epochs", "pretrained")]
 """The grids of the paper's tables."""
@@ -270,6 +271,17 @@ def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: Callable[.
     assert expand(path)["a"].config.recipe.epochs == 3
 
 
+def test_rows_have_seeds_of_their_own(write_grid: Callable[..., Path], tmp_path: Path) -> None:
+    path = write_grid(
+        "question: q\nseeds: [1, 2]\nproduct: {recipe.lr: [0.1, 0.2]}\n"
+        "rows: [{id: a, model: {name: resnet26}, seeds: [5]}, {id: b, model: {name: resnet38}}]"
+    )
+    trials = open_grid_run(path, "digits", (), tmp_path / "runs").trials
+    named = {row: [trial.seed for trial in trials if trial.row == row] for row in ("a-lr0.1", "a-lr0.2", "b-lr0.1")}
+    assert named == {"a-lr0.1": [5], "a-lr0.2": [5], "b-lr0.1": [1, 2]}
+    assert {trial.seed for trial in open_grid_run(path, "digits", (), tmp_path / "runs", seeds=1).trials} == {0}
+
+
 def test_profile_extends_another(small_grid: Path) -> None:
     paper, one = (expand(small_grid, profile=name)["pairwise_3"].config for name in ("imagenet", "imagenet-1gpu"))
     assert one.data == paper.data
@@ -325,6 +337,7 @@ PLOT = "plot: {x: model.footprint, series: model.name, label: l}"
         (f"question: q\nseeds: [-1]\nrows: [{MODEL}]", r"seeds\[0\]: .*-1"),
         (f"question: q\nseeds: [1, 1]\nrows: [{MODEL}]", "unique.*: 1"),
         (f"question: q\nrows: [{MODEL}, {MODEL}]", "unique.*: a"),
+        ("question: q\nrows: [{id: a, model: {name: resnet26}, seeds: [3, 3]}]", "seed of a must be unique.*: 3"),
         ("question: q\nrows: [{id: 'a b'}]", r'rows\[0\].id: .*"a b"'),
         ("question: q\nrows: [{id: a, model: resnet26}]", r'rows\[0\].model: .*"resnet26"'),
         ("question: q", "rows: missing"),

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from pipelines import DataError, Dataset
 from pipelines.datasets.dataset import skipped_files
+from pipelines.datasets.manifest import list_path, write_list
+from pipelines.datasets.pack import pack
 
 
 def put(root: Path, *names: str) -> None:
@@ -76,8 +78,22 @@ def test_scan_skips_other_files(tmp_path: Path) -> None:
 def test_scan_does_not_follow_a_link_to_its_parent_forever(tmp_path: Path) -> None:
     put(tmp_path, "val/a/1.jpg")
     (tmp_path / "val/b").symlink_to(tmp_path / "val")
-    with pytest.raises(DataError, match=r"1 class folder .*: b"):
-        Dataset.scan(tmp_path, "val")
+    assert list(Dataset.scan(tmp_path, "val").paths) == ["val/a/1.jpg", "val/b/a/1.jpg"]
+    assert skipped_files(tmp_path, "val") == ["val/b/b"]
+
+
+def test_subfolders_belong_to_their_class(tmp_path: Path) -> None:
+    """In folders, lists and shards alike."""
+    put(tmp_path, "train/a/1.jpg", "train/a/x/1.jpg", "train/a/x/y/2.png", "train/a/.hidden/3.jpg", "train/b/z/1.jpg")
+    data = Dataset.scan(tmp_path, "train")
+    assert list(data.paths) == ["train/a/1.jpg", "train/a/x/1.jpg", "train/a/x/y/2.png", "train/b/z/1.jpg"]
+    assert (data.classes, list(data.labels)) == (("a", "b"), [0, 0, 0, 1])
+    write_list(list_path(tmp_path, "train"), data.paths, data.sizes)
+    listed = Dataset.open(tmp_path, "train")
+    list(pack(data, tmp_path / "shards", 2**20, workers=1))
+    packed = Dataset.open_shards(tmp_path / "shards", "train")
+    for other in (listed, packed):
+        assert (other.classes, list(other.labels), other.digest()) == (data.classes, list(data.labels), data.digest())
 
 
 @pytest.mark.parametrize("split", ["", ".", "..", "../x", "train/a", "two\nlines"])
