@@ -132,7 +132,7 @@ def test_rejects_a_list_of_other_classes(folder: Path) -> None:
         Dataset.open(folder, "train")
 
 
-@pytest.mark.parametrize("path", ["1.jpg", "train/1.jpg", "train/a/b/1.jpg"])
+@pytest.mark.parametrize("path", ["1.jpg", "train/1.jpg"])
 def test_rejects_paths_of_another_layout(folder: Path, path: str) -> None:
     write_list(folder / "train.txt", ["train/a/1.jpg", path], [1, 1])
     with pytest.raises(DataError, match=r"train\.txt: .*<folder>/<class>/<image>"):
