@@ -178,8 +178,9 @@ def _run(opened: LoadedModel, picture: Dataset) -> _Answer:
         weight_NGKP = attention_weights(model, batch.images_NCHW)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (data.mean, data.std))
     image_3HW = (batch.images_NCHW[0] * std + mean).clamp(0, 1)
-    best = int(answer.argmax())
-    prediction = f"{opened.classes[best] if opened.classes else f'class {best}'} ({100 * answer[best]:.1f} %)"
+    best, true_class = int(answer.argmax()), picture.classes[picture.labels[0]]
+    truth = f"; true class: {true_class}" if true_class else ""  # a single file has none
+    prediction = f"{opened.classes[best] if opened.classes else f'class {best}'} ({100 * answer[best]:.1f} %{truth})"
     weight_GKP = {name: weight[0] for name, weight in weight_NGKP.items()}
     return _Answer(picture.paths[0], image_3HW.permute(1, 2, 0).numpy(), prediction, weight_GKP)
 

@@ -54,6 +54,10 @@ class TableRow:
     settings: Mapping[str, str] = field(default_factory=dict)
     """The values of the keys in the grid's `product`."""
 
+    @property
+    def flops_millions(self) -> float | None:
+        return None if self.flops is None else 1000 * self.flops
+
     def spread_of(self, field: str) -> Spread:
         return (self.top1_by_seed, self.top1_half_width) if field == "top1" else ((), None)
 

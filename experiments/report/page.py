@@ -45,6 +45,7 @@ GROUPS = {
     "top-1": "top-1, %",
     "top-5": "top-5, %",
     "params M": "parameters, 10\N{SUPERSCRIPT SIX}",
+    "FLOPs M": "FLOPs, 10\N{SUPERSCRIPT SIX}",
     "FLOPs G": "FLOPs, 10\N{SUPERSCRIPT NINE}",
 }
 """The page's headings above columns; other groups have their own name."""

@@ -44,7 +44,7 @@ COLUMNS = (
     Column("paper", "paper_top1", ".1f", "top-1"),
     Column("ours", "top1", ".1f", "top-1"),
     Column("seeds", "seeds", "d"),
-    Column("difference", "difference", "+.1f", "top-1"),
+    Column("difference", "difference", "+z.1f", "top-1"),
     Column("ours", "top5", ".1f", "top-5"),
     Column("paper", "paper_params", ".1f", "params M"),
     Column("ours", "params", ".1f", "params M"),
@@ -53,14 +53,17 @@ COLUMNS = (
     Column("note", "note", "s"),
 )
 ACCURACY = COLUMNS[:4]
+PARAMS = Column("ours", "params", ".3g", "params M")
+FLOPS_G, FLOPS_M = Column("ours", "flops", ".3g", "FLOPs G"), Column("ours", "flops_millions", ".3g", "FLOPs M")
+"""The columns of tables without counts of the paper."""
 SHORT = tuple(column for column in COLUMNS if column.field not in ("top5", "paper_params", "paper_flops"))
 """Columns for narrow places."""
 MEASUREMENT_COLUMNS = (
     Column("paper", "paper", ".1f"),
     Column("ours", "ours", ".1f"),
-    Column("difference", "difference", "+.1f"),
-    Column("drop paper", "paper_drop", ".1f"),
-    Column("drop ours", "drop", ".1f"),
+    Column("difference", "difference", "+z.1f"),
+    Column("drop paper", "paper_drop", "z.1f"),
+    Column("drop ours", "drop", "z.1f"),
 )
 """The columns of each number of a protocol, whose title is their group."""
 
@@ -130,8 +133,9 @@ def shown_columns(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS)
     has_seeds = any(row.seeds > 1 for row in rows)
     shown = [column for column in columns if any(getattr(row, column.field) is not None for row in rows)]
     shown = [column for column in shown if column.field != "seeds" or has_seeds]
-    if not any(row.paper_params for row in rows):  # the counts of small models, too
-        shown = [column._replace(form=".3g") if column.field in ("params", "flops") else column for column in shown]
+    if not any(row.paper_params for row in rows):  # the models may be small
+        unit = FLOPS_M if max(row.flops or 0.0 for row in rows) < 0.1 else FLOPS_G
+        shown = [{"params": PARAMS, "flops": unit}.get(column.field, column) for column in shown]
     return [*shown[:1], *_setting_columns(rows), *shown[1:]]
 
 

@@ -98,6 +98,7 @@ def test_image_is_preprocessed_as_in_validation(files: Path, tmp_path: Path) -> 
         compute_attention(network, open_image(network, image)) for image in ("40", str(root / images.paths[0]))
     )
     assert images.paths[0].startswith("val/1/")
+    assert "true class" in by_number.prediction and "true class" not in by_name.prediction
     np.testing.assert_array_equal(by_number.image_HW3, by_name.image_HW3)
     np.testing.assert_array_equal(by_number.weight_GKn, by_name.weight_GKn)
     with Image.open(root / images.paths[0]) as picture:
