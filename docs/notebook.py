@@ -18,6 +18,7 @@ def as_markdown(path: Path) -> str:
     """The text, the code and the outputs of a notebook. Raises what a cell raises."""
     names: dict[str, Any] = {"__name__": "__main__"}
     parts = []
+    pyplot.close("all")  # an open figure of this process is not one of the notebook
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = "".join(cell["source"])
         parts += [source] if cell["cell_type"] == "markdown" else [f"```python\n{source}\n```", *_outputs(source, names)]

@@ -18,6 +18,8 @@ from experiments.report.plots import Chart, Point, Series
 
 CURVES = {"val/top1": ("validation top-1, %", 100.0), "train/loss": ("training loss", math.inf)}
 """Metrics with curves, the label of their axis and the largest possible value."""
+MOST_CURVES = 10
+"""In one chart."""
 ACCURACY = "top-1, %"
 
 Side = tuple[str, str, str]
@@ -117,20 +119,19 @@ def _robustness_point(clean: Measurement | None, after: Measurement | None, labe
 
 
 def curve_charts(report: GridReport) -> list[list[Chart]]:
-    """Metrics over epochs: a list for each metric, with a chart for each family. Large families have several charts, because
-    colors must not repeat within one."""
-    kept = set(report.shown_rows)
+    """Metrics over epochs: a chart for each metric with the `MOST_CURVES` best rows, then the same for the next best rows, and
+    so on."""
+    in_order = {row.id: number for number, row in enumerate(report.rows)}
+    best = [row.id for row in sorted(report.rows, key=lambda row: -(row.top1 or 0.0)) if row.id in report.shown_rows]
     groups = []
-    for metric, (words, most) in CURVES.items():
+    for first in range(0, len(best), MOST_CURVES):
+        rows = sorted(best[first : first + MOST_CURVES], key=in_order.__getitem__)
         charts = []
-        for name, rows in report.families.items():
-            ids = [row.id for row in rows if row.id in kept]
-            for first in range(0, len(ids), len(plots.SERIES)):
-                some = ids[first : first + len(plots.SERIES)]
-                curves = [(style, row, _curve(report, row, metric)) for style, row in enumerate(some)]
-                series = [Series(row, style, points) for style, row, points in curves if points]
-                heading, description = f"{name}, {words.split(',')[0]}", f"{words.capitalize()} by epoch, {name}."
-                charts.append(Chart(heading, description, series, "epoch", words, most=most, is_curve=True))
+        for metric, (words, most) in CURVES.items():
+            curves = [(style, row, _curve(report, row, metric)) for style, row in enumerate(rows)]
+            series = [Series(row, style, points) for style, row, points in curves if points]
+            heading, description = words.split(",")[0], f"{words.capitalize()} by epoch."
+            charts.append(Chart(heading, description, series, "epoch", words, most=most, is_curve=True))
         groups.append(_charts_with_points(charts))
     return [charts for charts in groups if charts]
 

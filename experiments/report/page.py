@@ -80,12 +80,13 @@ class HtmlTable:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of charts: figures with panels, and the legend that all panels share."""
+    """A section of charts: figures with panels, and the legend that all panels share. Further figures are folded."""
 
     heading: str
-    figures: Sequence[Sequence[Chart]]
+    panels: Sequence[Chart]
     legend: Mapping[str, int]
     note: str = ""
+    folded: Sequence[Sequence[Chart]] = ()
 
 
 def page(report: GridReport) -> str:
@@ -149,7 +150,7 @@ def _robustness_section(report: GridReport) -> Section | None:
     charts = robustness_charts(report) if report.measurements else []
     note = "At the same horizontal position, a higher point is more robust. Hover over a point for details."
     note += _limit_note(report, "labels, where there is room")
-    return Section("Accuracy that remains", [charts], _family_styles(report), note) if charts else None
+    return Section("Accuracy that remains", charts, _family_styles(report), note) if charts else None
 
 
 def _plot_section(report: GridReport) -> Section | None:
@@ -158,21 +159,22 @@ def _plot_section(report: GridReport) -> Section | None:
     if plot is None or not charts:
         return None
     styles = {name: style for chart in charts for name, style in chart.styles.items()}
-    return Section(f"Accuracy by {plot.label.split(',')[0]}", [charts], styles)
+    return Section(f"Accuracy by {plot.label.split(',')[0]}", charts, styles)
 
 
 def _cost_section(report: GridReport) -> Section | None:
     charts = cost_charts(report)
     note = "Up and to the left is better. Intervals without an end mark are cut off. Hover over a point for details."
     note += _limit_note(report, "labels, where there is room")
-    return Section("Accuracy and cost", [charts], _family_styles(report), note) if charts else None
+    return Section("Accuracy and cost", charts, _family_styles(report), note) if charts else None
 
 
 def _curves_section(report: GridReport) -> Section | None:
     groups = curve_charts(report)
     has_seeds = len({trial.seed for trial in report.trials}) > 1
     note = "Lines show the mean over seeds, bands the range from lowest to highest." if has_seeds else ""
-    return Section("Training curves", groups, {}, (note + _limit_note(report, "curves")).strip()) if groups else None
+    note = (note + _limit_note(report, "curves")).strip()
+    return Section("Training curves", groups[0], {}, note, groups[1:]) if groups else None
 
 
 def _family_styles(report: GridReport) -> dict[str, int]:

@@ -16,6 +16,7 @@ from experiments.evaluation.attention import compute_attention, in_words, open_i
 from experiments.evaluation.evaluate import open_checkpoint
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName
+from experiments.report import charts as charts_module
 from experiments.report import data
 from experiments.report.build import rows_of
 from experiments.report.charts import CURVES
@@ -68,7 +69,7 @@ def test_page_of_a_grid(finished_job: Callable[..., GridRun], tmp_path: Path, ru
     assert rows["patchwise_5"][:3] == ["78.7", "not finished", "not finished"]
 
     charts = root.findall(".//svg[@class='chart']")
-    assert len(charts) == 2 + 4 + 2 * 3 + 1  # plot and cost, ours and the paper's; curves of 3 families; attention
+    assert len(charts) == 2 + 4 + 2 + 1  # plot and cost, ours and the paper's; curves; attention
     assert charts[0].get("aria-label", "").startswith("Top-1 accuracy against side of the footprint, pixels, ours, digits.")
     assert "resnet26: resnet26_3: 90.5 %" in charts[0].get("aria-label", "")
     lines = root.findall(".//section[@aria-labelledby='training-curves']//g[@class='line']/path")
@@ -123,6 +124,8 @@ def test_large_grids_show_only_the_best_rows(
     assert text.count("Only the best 3 of the 6 rows") == 3  # have labels, curves and commands
     assert re.findall("<summary>(.*?)</summary>", text) == kept
     assert re.findall('<g class="label"><text.*?>(.*?)</text>', text) == 2 * ["1", "2", "4"]
+    monkeypatch.setattr(charts_module, "MOST_CURVES", 2)  # the curves of the third best row are folded
+    assert "More rows: row2<" in page(report)
     assert "Only the best" not in page(replace(report, rows=lines[:3]))
 
 
