@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 import ray._private.worker
+from filelock import FileLock, Timeout
 
 from cluster.errors import TOKEN_HINT, ClusterError
 from cluster.placement import Node, Resources
@@ -70,6 +71,18 @@ def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterat
 def is_local(address: str | None) -> bool:
     """Whether a session with this address would start a cluster on this machine."""
     return not (ray.is_initialized() or address or os.environ.get("RAY_ADDRESS"))
+
+
+@contextmanager
+def alone() -> Iterator[bool]:
+    """Whether no other process of this user is in such a block on this machine."""
+    lock = FileLock(_private_folder() / "session.lock")
+    with suppress(Timeout):
+        lock.acquire(timeout=0)
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
 
 
 def _quieten() -> None:

@@ -6,7 +6,7 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -35,20 +35,25 @@ if TYPE_CHECKING:
 def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, description: str) -> list[str]:
     """Trains trials that no other process is training, and describes the grid in MLflow. Returns the keys of the trials that
     did not fail."""
-    from cluster.session import is_local, session  # imports Ray
+    from cluster.session import alone, is_local, session  # imports Ray
     from experiments.runner.restart import Restart
 
     start = time.monotonic()
     on_this_machine = is_local(address)
     restart = Restart(grid_run, missing.values(), on_this_machine)
-    with session(address, restart) as resources:
+    with session(address, restart) as resources, alone() if on_this_machine else nullcontext(True) as is_alone:
+        if not is_alone:
+            print_status(
+                "another `san run` is using this machine: each takes all CPUs, so both are slower. To share the CPUs, start "
+                "each with some of them, such as `taskset --cpu-list 0-3 san run ...`"
+            )
         if on_this_machine:  # Fail before any trial starts if none can run.
             require_gpu(grid_run.trials[0].config)
         at_once = min(trials_that_fit(grid_run, resources), len(missing))
         if on_this_machine:
             training_device(grid_run.trials[0].config)
         print_status(room(grid_run, resources, at_once))
-        name = f"{grid_run.name}-{grid_run.profile}"
+        name = grid_run.title
         with claimed_trials(grid_run.workspace.store, name, missing, grid_run.take_over) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
@@ -116,7 +121,7 @@ def _sweep(
     progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr, start=start)
     restart.has_advanced = progress.has_advanced
     store = grid_run.workspace.store.with_outage_timeout(0)  # training goes on while a bucket is away
-    stop = StopRequest(store, f"{grid_run.name}-{grid_run.profile}")
+    stop = StopRequest(store, grid_run.title)
     stop.withdraw()  # that of a run that was killed
 
     def ask_trials() -> None:
@@ -125,7 +130,7 @@ def _sweep(
 
     try:
         with (
-            _sweep_storage(grid_run.workspace.store, f"{grid_run.name}-{grid_run.profile}") as storage,
+            _sweep_storage(grid_run.workspace.store, grid_run.title) as storage,
             interruptible(ask_trials) as is_interrupted,
         ):
             train_one = functools.partial(
@@ -166,7 +171,7 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
     from cluster.sweep import sweep
     from experiments.runner.restart import Restart
 
-    start, placement, name = time.monotonic(), replace(grid_run.placement, workers=1), f"{grid_run.name}-{grid_run.profile}"
+    start, placement, name = time.monotonic(), replace(grid_run.placement, workers=1), grid_run.title
 
     def keep(task: MeasureTask, metrics: dict[str, float]) -> None:
         retry(lambda: grid_run.tracker.add(task.run_id, metrics))

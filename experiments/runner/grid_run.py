@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
+import re
 import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -25,12 +27,17 @@ if TYPE_CHECKING:
     from experiments.tracking.tracker import Tracker
 
 
+LONGEST_NAME = 100
+"""Letters of a profile with overrides."""
+
+
 @dataclass(frozen=True, slots=True)
 class GridRun:
     """A grid under a profile, checked and expanded: everything that is known before anything runs."""
 
     name: str
     profile: str
+    """The profile, and the overrides that change trials, as in `digits+recipe.lr=0.2`; part of folders and of MLflow's tags."""
     grid: Grid
     trials: tuple[Trial, ...]
     full_size: Mapping[str, ModelConfig]
@@ -47,6 +54,11 @@ class GridRun:
     """The rows to train; empty for all."""
     take_over: bool = False
     """Whether this command replaces the claim of another one, in a bucket."""
+
+    @property
+    def title(self) -> str:
+        """Name of the folder of the report, of the run in MLflow and of the claim."""
+        return f"{self.name}-{self.profile}"
 
     @property
     def wanted(self) -> tuple[Trial, ...]:
@@ -93,7 +105,8 @@ def open_grid_run(
     """
     workspace = open_workspace(runs)
     workspace.store.check()
-    name, expanded = profile_path(profile).stem, expand(path, profile, overrides, table_names(), imports=imports)
+    name = _with_overrides(profile_path(profile).stem, overrides)
+    expanded = expand(path, profile, overrides, table_names(), imports=imports)
     _require_rows(path, only, expanded.configs)
     configs = expanded.configs
     if not writes:
@@ -124,6 +137,17 @@ def open_grid_run(
     return GridRun(
         path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile, only, take_over
     )
+
+
+def _with_overrides(profile: str, overrides: Sequence[str]) -> str:
+    """The profile and the overrides that change trials, in letters that folders and MLflow's searches allow."""
+    locations = ("data.root=", "data.lists=")
+    changes = [text for text in overrides if text.startswith(("model.", "data.", "recipe.")) and not text.startswith(locations)]
+    whole = "+".join([profile, *changes])
+    short = re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", whole)
+    if short == whole and len(short) <= LONGEST_NAME:
+        return short
+    return f"{short[:LONGEST_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
 def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> None:

@@ -133,7 +133,8 @@ def model_key(uri: str, name: str) -> str:
 
 def model_name(trial: Trial) -> str:
     """Name of a row's registered model, which has a version for every seed and configuration."""
-    return re.sub("[^A-Za-z0-9_.-]", "-", f"{trial.grid}-{trial.profile}-{trial.row}")[:250]
+    profile, _, _ = trial.profile.partition("+")  # without overrides
+    return re.sub("[^A-Za-z0-9_.-]", "-", f"{trial.grid}-{profile}-{trial.row}")[:250]
 
 
 def _write(folder: Path, model: LoggedModel, best: TrainedModel) -> None:

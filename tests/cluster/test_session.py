@@ -4,7 +4,7 @@ import pytest
 import ray
 
 from cluster import Node, Resources
-from cluster.session import available_cpus, session
+from cluster.session import alone, available_cpus, session
 
 
 def test_resources_add_up() -> None:
@@ -37,6 +37,14 @@ def test_available_cpus_respect_the_control_group(
 def test_local_session_has_the_cpus_of_this_process(resources: Resources) -> None:
     assert len(resources.nodes) == 1
     assert resources.cpus == available_cpus()
+
+
+def test_a_second_session_on_a_machine_is_not_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with alone() as first, alone() as second:
+        assert first and not second
+    with alone() as third:
+        assert third
 
 
 def test_nested_session_is_the_same(resources: Resources) -> None:

@@ -269,11 +269,14 @@ FAULTS: dict[str, tuple[Callable[[Scene], None], tuple[str, ...]]] = {
 }
 
 
+TABLE = f"{GRID.stem}-digits+*/table.csv"
+
+
 def undisturbed(folder: Path, overrides: tuple[str, ...]) -> Scene:
     """Returns what a disturbed scene is compared with; trained once for all rows with the same recipe and workers."""
     told = [override for override in overrides if not override.startswith("checkpointing.")]
     scene = Scene(folder / "-".join(["undisturbed", *told]), *told)
-    if not (scene.runs / "grid-digits" / "table.csv").exists():
+    if not list(scene.runs.glob(TABLE)):
         try:
             scene.go_on()
         finally:
@@ -322,7 +325,8 @@ def _tracked_epochs(scene: Scene) -> list[list[int]]:
 
 
 def _table(scene: Scene) -> str:
-    return (scene.runs / f"{GRID.stem}-digits" / "table.csv").read_text()
+    (table,) = scene.runs.glob(TABLE)
+    return table.read_text()
 
 
 def main() -> None:

@@ -307,7 +307,9 @@ class Episode:
         return content
 
     def table(self) -> str:
-        return self.last_file(f"{GRID.stem}-digits", "table.csv").decode()
+        with patch.dict(os.environ, self.environment):
+            title = open_grid_run(GRID, "digits", self.overrides, self.place).title
+        return self.last_file(title, "table.csv").decode()
 
     def weights(self) -> Mapping[str, torch.Tensor] | None:
         """The weights of the last checkpoint; None if it was corrupted after it was written, which reading it shows."""

@@ -91,13 +91,14 @@ def test_grid_runs_without_a_shared_folder(
 ) -> None:
     """All files are in the bucket, and no file contains the credentials."""
     grid = write_grid("{question: 'Does it run?', rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 3}}]}")
-    grid_run = (str(grid), *SHORT[1:], "recipe.epochs=1")
+    overrides = ("recipe.batch_size=50", "data.train_per_class=20", "recipe.epochs=1")
+    grid_run, title = (str(grid), *overrides), "+".join(("small-digits", *overrides))
     secret = ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"]
     finished = "1 trials, 1 already finished"
     for command, expected in (
         (("run", *grid_run), "trained 1 trial in "),
         (("run", *grid_run), finished),
-        (("report", *grid_run), f"report: {bucket.uri('small-digits/report.html')}\n"),
+        (("report", *grid_run), f"report: {bucket.uri(f'{title}/report.html')}\n"),
         (("plan", *grid_run), "finished"),
         (("runs",), "1/1"),
     ):
@@ -111,9 +112,9 @@ def test_grid_runs_without_a_shared_folder(
     assert {re.sub(r"[0-9a-f]{12}", "KEY", name) for name in files} == {
         *(f"checkpoints/KEY/{name}" for name in ("epoch-0001-step-0000000.pt", "summary.csv", "confusion.csv", "owner.json")),
         f"logs/pairwise_3-KEY-{socket.gethostname()}.log",
-        *(f"small-digits/{name}" for name in ("plot.png", "report.html", "table.csv", "table.md")),
+        *(f"{title}/{name}" for name in ("plot.png", "report.html", "table.csv", "table.md")),
     }
-    page = files["small-digits/report.html"].decode()
+    page = files[f"{title}/report.html"].decode()
     assert "pairwise attention, subtraction" in page and "No picture" not in page  # the checkpoint was read from the bucket
     assert not [name for name, content in files.items() if secret.encode() in content]
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]

@@ -80,7 +80,7 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
     assert again.said.count("top-1 paper") == 1
     assert logged_epochs(grid_run) == epochs
 
-    folder = tmp_path / "runs" / "small-digits"
+    folder = tmp_path / "runs" / "small-digits+recipe.epochs=3+recipe.batch_size=64"
     rows = list(csv.DictReader((folder / "table.csv").open()))
     assert [row["id"] for row in rows] == ["pairwise_3", "resnet26_3", "patchwise_3"]
     assert [f"{float(row['params']):.1f} {float(row['flops']):.1f}" for row in rows] == ["10.5 1.7", "13.7 2.4", "10.7 1.6"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,19 @@ def test_names_rows_that_are_missing_from_the_papers_table(
     missing = "lacks a, b, c and 2 more rows"
     assert missing in capsys.readouterr().out
     assert missing in " ".join(plan_in_words(grid_run, plan(grid_run), None)[0])
+
+
+def test_overrides_that_change_trials_are_part_of_the_names(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+    path = write_grid("question: q\nrows: [{id: a, model: {name: resnet26}}]")
+
+    def title(*overrides: str) -> str:
+        return open_grid_run(path, "digits", overrides, tmp_path).title
+
+    plain, longest = title(), [f"data.mean=[0.{number:0120d}, 0.5, 0.5]" for number in (1, 2)]
+    assert title("resources.workers=2", "engine.deterministic=true") == plain
+    assert title("recipe.lr=0.2") == f"{plain}+recipe.lr=0.2" != title("recipe.lr=0.3")
+    names = [title("data.mean=[0.5, 0.5, 0.5]"), title("data.mean=[0.5,0.5,0.5]"), *map(title, longest)]
+    assert len(set(names)) == 4 and all(re.fullmatch(r"[A-Za-z0-9_.=,+-]{1,160}", name) for name in names)
 
 
 def test_files_are_artifacts_of_the_parent_run(finished_job: Callable[..., GridRun]) -> None:

@@ -60,7 +60,7 @@ def test_best_weights_are_registered(
     assert version.tags == {
         "san.trial": trial.key,
         "san.grid": "small",
-        "san.profile": "digits",
+        "san.profile": trial.profile,
         "san.row": "patchwise_3",
         "san.seed": "0",
         "san.data_digest": trial.data_digest,
