@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -55,15 +54,6 @@ class GroupedCommands(click.Group):
 
     headings: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Names of commands by heading, in the order of the help text."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], self.commands, n=1)
-            if not near:
-                raise
-            raise click.UsageError(f"{error.message} Did you mean {near[0]}?", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         limit = formatter.width - 6 - max(map(len, self.commands))
@@ -127,8 +117,4 @@ def as_value(value: object) -> str:
 
 def printable(text: str) -> str:
     """Escapes characters that a terminal would interpret, which file names and servers may contain."""
-    return text if text.isprintable() else "".join(_visible(letter) for letter in text)
-
-
-def _visible(letter: str) -> str:
-    return letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

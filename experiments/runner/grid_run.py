@@ -49,6 +49,11 @@ class GridRun:
     """Whether this command replaces the claim of another one, in a bucket."""
 
     @property
+    def full_name(self) -> str:
+        """Name of the grid's parent run in MLflow, its claim and its folder of results."""
+        return f"{self.name}-{self.profile}"
+
+    @property
     def wanted(self) -> tuple[Trial, ...]:
         """The trials to train."""
         return tuple(trial for trial in self.trials if not self.only or trial.row in self.only)
@@ -156,10 +161,7 @@ def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int 
 
 def known_results(grid_run: GridRun) -> dict[str, Result]:
     """What is in the tracker already; a local database that does not exist yet is not made by looking."""
-    if not has_store(grid_run.workspace.tracking_uri):
-        return {}
-    grid_run.tracker.check()
-    return grid_run.tracker.results()
+    return grid_run.tracker.results() if has_store(grid_run.workspace.tracking_uri) else {}
 
 
 def finished_results(grid_run: GridRun) -> dict[str, Result]:

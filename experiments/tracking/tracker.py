@@ -51,15 +51,6 @@ class Tracker:
         with usable(uri):
             self.client = MlflowClient(tracking_uri=uri)
 
-    def check(self) -> None:
-        """Checks that the tracking store can be used.
-
-        Raises:
-            TrackerError: no server responds, or the URI is not an MLflow store.
-        """
-        with usable(self.uri):
-            self.client.get_experiment_by_name(self.grid)
-
     def prepare(self, grid: Grid, artifacts: Path) -> None:
         """Creates the database, the experiment and the parent run if they are missing. Must precede all writes of workers.
 

@@ -206,7 +206,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
     ),
     "more workers than images in a batch": (lambda tmp: ["run", GRID, "resources.workers=2", "recipe.batch_size=1"], ["batch"]),
     "runs in a file": (lambda tmp: ["plan", GRID, "--runs", bad_grid(tmp)], ["bad.yaml", "--runs"]),
-    "mistyped command": (lambda tmp: ["pln", GRID], ["Did you mean plan?"]),
+    "mistyped command": (lambda tmp: ["pln", GRID], ["Did you mean 'plan'?"]),
     "data in a read-only folder": (lambda tmp: ["run", GRID, "data.root=/proc/x"], ["/proc/x", "data.root"]),
     "digits in a file": (lambda tmp: ["data", "prepare", "digits", bad_grid(tmp) + "/x"], ["bad.yaml/x"]),
     "embedded digits from elsewhere": (lambda tmp: ["data", "prepare", "digits", "--from", bad_grid(tmp)], ["--from"]),
