@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import click
 
@@ -47,20 +46,6 @@ class _Grid(click.ParamType[Path]):
         from experiments.grids.expand import grid_path
 
         return grid_path(value)
-
-
-class GroupedCommands(click.Group):
-    """A group whose help lists commands under headings."""
-
-    headings: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Names of commands by heading, in the order of the help text."""
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        limit = formatter.width - 6 - max(map(len, self.commands))
-        for heading, names in self.headings.items():
-            with formatter.section(heading):
-                width = max(map(len, self.commands))
-                formatter.write_dl([(f"{name:{width}s}", self.commands[name].get_short_help_str(limit)) for name in names])
 
 
 GRID = click.argument("grid", type=_Grid())

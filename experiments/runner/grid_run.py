@@ -76,7 +76,7 @@ class GridRun:
 
 
 def open_grid_run(
-    path: Path,
+    grid: Path,
     profile: str,
     overrides: Sequence[str],
     runs: str | Path | None = None,
@@ -98,8 +98,8 @@ def open_grid_run(
     """
     workspace = open_workspace(runs)
     workspace.store.check()
-    name, expanded = profile_path(profile).stem, expand(path, profile, overrides, table_names(), imports=imports)
-    _require_rows(path, only, expanded.configs)
+    name, expanded = profile_path(profile).stem, expand(grid, profile, overrides, table_names(), imports=imports)
+    _require_rows(grid, only, expanded.configs)
     configs = expanded.configs
     if not writes:
         configs = {row: config.model_copy(update={"data": without_writing(config.data)}) for row, config in configs.items()}
@@ -109,13 +109,13 @@ def open_grid_run(
         try:
             loaders(config, seed=0, rank=0, world=config.resources.workers)
         except UserError as error:
-            raise UserError(f"{path}: row {row}: {error}") from None
+            raise UserError(f"{grid}: row {row}: {error}") from None
     digests = {init: init_digest(init) for init in {config.recipe.init for config in configs.values()}}
     tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in configs.items() if c.recipe.init is not None}
-    for done in dict.fromkeys(_initialized(path, row, config, digests) for row, config in tuned.values()):
+    for done in dict.fromkeys(_initialized(grid, row, config, digests) for row, config in tuned.values()):
         print_status(done)
     trials = tuple(
-        Trial(path.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
+        Trial(grid.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
         for row, config in configs.items()
         for seed in (expanded.grid.seeds if seeds is None else range(seeds))
     )
@@ -123,11 +123,19 @@ def open_grid_run(
         if scaling is not None:
             print_status(scaling)
     options = [*(f"--only={row}" for row in only), *(f"--import={file}" for file in imports)]
-    command = _run_command(path, profile, [*overrides, *options], seeds)
-    given = None if runs is None else str(runs)
-    grid, full_size = expanded.grid, expanded.full_size
     return GridRun(
-        path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile, only, take_over
+        name=grid.stem,
+        profile=name,
+        grid=expanded.grid,
+        trials=trials,
+        full_size=expanded.full_size,
+        workspace=workspace,
+        overrides=tuple(overrides),
+        command=_run_command(grid, profile, [*overrides, *options], seeds),
+        runs=None if runs is None else str(runs),
+        profile_option=profile,
+        only=only,
+        take_over=take_over,
     )
 
 
