@@ -196,21 +196,21 @@ def report(form: str, html: Path | None, csv: Path | None, as_json: bool, **grid
     if len(chosen) > 1:
         raise UserError(f"two output formats: {' and '.join(chosen[:2])}; give only one of these options")
     grid_run = open_grid_run(**grid)
+    may_be_empty = as_json and html is None and csv is None
+    results = known_results(grid_run) if may_be_empty else finished_results(grid_run)
     if html is not None:
-        write_page(grid_run, finished_results(grid_run), html)
-        click.echo(f"report: {html}", err=True)
+        write_page(grid_run, results, html)
     if csv is not None:
-        write_trials(grid_run, finished_results(grid_run), csv)
+        write_trials(grid_run, results, csv)
     if prints_trials:
         return
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(record) for record in records_of(grid_run, known_results(grid_run))]))
+        click.echo(json.dumps([dataclasses.asdict(record) for record in records_of(grid_run, results)]))
     elif form != "text":
-        results = finished_results(grid_run)
         click.echo(tables(grid_run, results)[form].rstrip("\n"))
         print_unfinished(grid_run, results)
     else:
-        _, complete = print_report(grid_run, finished_results(grid_run))
+        _, complete = print_report(grid_run, results)
         sys.exit(0 if complete else 1)
 
 

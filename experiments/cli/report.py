@@ -13,7 +13,7 @@ import click
 
 from experiments.errors import UserError
 from experiments.evaluation.attention_samples import attention_samples
-from experiments.report.build import caption, measurements_of, rows_of, setting, tables
+from experiments.report.build import caption, measurements_of, rows_of, tables
 from experiments.report.charts import CURVES, save_plot
 from experiments.report.data import GridReport, shown_rows
 from experiments.report.page import page
@@ -76,32 +76,25 @@ def _write_files(grid_run: GridRun, results: Mapping[str, Result], forms: Mappin
 
 
 def write_page(grid_run: GridRun, results: Mapping[str, Result], path: Path) -> None:
-    """Writes the HTML page. Unfinished trials have curves, too.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        path.write_text(page(_collected(grid_run, results)), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot write the page ({error.strerror}); choose another file with --html") from None
+    """Writes the HTML page. Unfinished trials have curves, too. Raises UserError if the file cannot be written."""
+    _write(path, page(_collected(grid_run, results)), "report", "--html")
 
 
 def write_trials(grid_run: GridRun, results: Mapping[str, Result], path: Path) -> None:
-    """Writes one line per trial to a CSV file, or to stdout for the path `-`.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes one line per trial to a CSV file, or to stdout for the path `-`. Raises UserError if it cannot write the file."""
     text = trial_table(grid_run, results).to_csv(index=False)
     if path == Path("-"):
         click.echo(text, nl=False)
-        return
+    else:
+        _write(path, text, "trials", "--csv")
+
+
+def _write(path: Path, text: str, what: str, option: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path}: cannot write the trials ({error.strerror}); choose another file with --csv") from None
-    click.echo(f"trials: {path}", err=True)
+        raise UserError(f"{path}: cannot write the {what} ({error.strerror}); choose another file with {option}") from None
+    click.echo(f"{what}: {path}", err=True)
 
 
 def _collected(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:
@@ -114,19 +107,12 @@ def _collected(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:
         return retry(lambda: grid_run.tracker.history(run_id, metric))
 
     return GridReport(
-        grid=grid_run.grid,
-        name=grid_run.name,
-        caption=setting(grid_run),
-        command=grid_run.command,
-        overrides=grid_run.overrides,
-        trials=grid_run.trials,
-        results=results,
-        rows=rows,
+        grid_run,
+        results,
+        rows,
+        measurements_of(grid_run, results),
         curves={key: {metric: curve(run_id, metric) for metric in CURVES} for key, run_id in run_ids.items()},
-        store=grid_run.workspace.tracking_uri,
         samples=attention_samples(grid_run.workspace, finished_trials(grid_run.trials, results)),
-        measurements=measurements_of(grid_run, results),
-        profile_option=grid_run.profile_option,
         confusions=_confusions(grid_run, results, shown),
     )
 

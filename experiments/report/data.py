@@ -15,7 +15,7 @@ from experiments.grids.config import value_at
 from experiments.grids.grid import Grid, Trial
 from experiments.paper.tables import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count
 from experiments.report import interval
-from experiments.runner.grid_run import finished_trials
+from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.images import open_data
@@ -256,40 +256,26 @@ MOST_ROWS = 42
 class GridReport:
     """Everything that a page shows of a grid."""
 
-    grid: Grid
-    name: str
-    caption: str
-    command: str
-    """The `san run` command that trains the grid."""
-    overrides: Sequence[str]
-    trials: Sequence[Trial]
+    grid_run: GridRun
     results: Mapping[str, Result]
     rows: Sequence[TableRow]
-    curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
-    """Epochs and values by content hash and metric."""
-    store: str
-    """Address of the tracker."""
-    samples: Sequence[AttentionSample]
     measurements: Sequence[Measurement]
     """The table of the grid's protocol, if it names one."""
-    profile_option: str = "digits"
-    """As in `GridRun`."""
-    confusions: Mapping[str, Confusion] = field(default_factory=dict)
+    curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
+    """Epochs and values by content hash and metric."""
+    samples: Sequence[AttentionSample]
+    confusions: Mapping[str, Confusion]
     """By row, summed over its finished seeds; empty for many classes."""
 
     @property
-    def profile(self) -> str:
-        return self.trials[0].profile
-
-    @property
     def finished(self) -> list[tuple[Trial, Result]]:
-        return finished_trials(self.trials, self.results)
+        return finished_trials(self.grid_run.trials, self.results)
 
     @property
     def families(self) -> dict[str, list[TableRow]]:
         """The rows by the family of their models."""
         families: dict[str, list[TableRow]] = {}
-        of_row = {trial.row: family(trial) for trial in self.trials}
+        of_row = {trial.row: family(trial) for trial in self.grid_run.trials}
         for row in self.rows:
             families.setdefault(of_row[row.id], []).append(row)
         return families
