@@ -13,9 +13,9 @@ import click
 
 from experiments.errors import UserError
 from experiments.evaluation.attention_samples import attention_samples
-from experiments.report.build import caption, measurements_of, rows_of, tables
+from experiments.report.build import caption, measurements_of, tables
 from experiments.report.charts import CURVES, save_plot
-from experiments.report.data import GridReport, shown_rows
+from experiments.report.data import GridReport, shown_rows, table_rows
 from experiments.report.page import page
 from experiments.report.trial_table import trial_table
 from experiments.runner.grid_run import GridRun, finished_trials, is_done, is_finished
@@ -63,7 +63,7 @@ def _write_files(grid_run: GridRun, results: Mapping[str, Result], forms: Mappin
     files = [folder / "table.md", folder / "table.csv"]
     files[0].write_text(f"{caption(grid_run)}\n\n{forms['markdown']}\n", encoding="utf-8")
     files[1].write_text(forms["csv"], encoding="utf-8")
-    rows = rows_of(grid_run, results)
+    rows = table_rows(grid_run, results)
     if any(row.top1 is not None for row in rows):
         if not grid_run.grid.robustness:
             files.append(folder / "plot.png")
@@ -99,7 +99,7 @@ def _write(path: Path, text: str, what: str, option: str) -> None:
 
 def _collected(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:
     """Collects everything that the page shows."""
-    rows = rows_of(grid_run, results)
+    rows = table_rows(grid_run, results)
     shown = set(shown_rows(rows))
     run_ids = {trial.key: results[trial.key].run_id for trial in grid_run.trials if trial.key in results and trial.row in shown}
 

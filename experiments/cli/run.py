@@ -76,7 +76,7 @@ def study(
         add_results(kept, grid_run.trials, results)
     results = read_results(kept)
     training, validation = open_data(grid_runs[0].trials[0].config.data)
-    sections = [section_of(grid_run.grid, grid_run.trials, results) for grid_run in grid_runs]
+    sections = [section_of(grid_run, results) for grid_run in grid_runs]
     files = write_study(sections, page, len(training), len(validation))
     click.echo(f"study: {files[0]}", err=True)
     return all(is_finished(results, trial) for grid_run in grid_runs for trial in grid_run.trials)

@@ -24,7 +24,8 @@ from experiments.errors import UserError
 from experiments.grids.config import flat
 from experiments.grids.grid import Trial
 from experiments.paper.tables import paper_claims, paper_rows
-from experiments.report.build import LONGEST_NOTE, note, rows_of, tables
+from experiments.report.build import LONGEST_NOTE, note, tables
+from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from experiments.runner.progress import duration
@@ -79,7 +80,7 @@ def test_equal_trials_are_trained_once(
     assert trained == ["first/other", "first/plain"]
     out, err = capsys.readouterr()
     assert "3 trials, 1 identical to another trial, 2 to train" in err
-    assert [(line.top1, line.paper_top1) for line in rows_of(grid_run, known_results(grid_run))] == [
+    assert [(line.top1, line.paper_top1) for line in table_rows(grid_run, known_results(grid_run))] == [
         (2.0, None),
         (1.0, None),
         (2.0, None),
@@ -97,7 +98,7 @@ def test_equal_trials_are_trained_once(
     assert [trial.finished for trial in plan(second)] == [True, False]
     assert run(second, None)
     assert trained[2:] == ["second/namesan10_pairwise-footprint3"]
-    assert [line.top1 for line in rows_of(second, known_results(second))] == [1.0, 3.0]
+    assert [line.top1 for line in table_rows(second, known_results(second))] == [1.0, 3.0]
 
 
 def shown_by_mlflow(grid_run: GridRun) -> tuple[str, Run, dict[str, str]]:

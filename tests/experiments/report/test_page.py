@@ -17,9 +17,8 @@ from experiments.evaluation.evaluate import open_checkpoint
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName
 from experiments.report import data
-from experiments.report.build import rows_of
 from experiments.report.charts import CURVES
-from experiments.report.data import GridReport, shown_rows
+from experiments.report.data import GridReport, shown_rows, table_rows
 from experiments.report.page import commands_for_row, page
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
@@ -112,7 +111,7 @@ def test_large_grids_show_only_the_best_rows(
         for trial, top1 in zip(grid_run.trials, tops, strict=True)
         if top1
     }
-    lines = rows_of(grid_run, results)
+    lines = table_rows(grid_run, results)
     kept = ["row1", "row2", "row4"]
     assert shown_rows(lines) == kept
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}

@@ -29,7 +29,7 @@ def invented(grid_run: GridRun, tops: dict[str, list[float]]) -> Section:
         for trial in grid_run.trials
         if trial.seed < len(tops.get(trial.row, []))
     }
-    return section_of(grid_run.grid, grid_run.trials, results)
+    return section_of(grid_run, results)
 
 
 def test_claims_exist_for_the_tables_of_the_paper() -> None:
@@ -66,7 +66,7 @@ def test_verdict_follows_from_the_interval(gap: Interval | None, verdict: str) -
 def test_findings_compare_the_seeds_of_two_rows(tmp_path: Path) -> None:
     tops = {"pairwise_none": [80.0, 81.0, 82.0], "pairwise_absolute": [78.0, 78.5, 79.0], "pairwise_relative": [90.0]}
     section = invented(opened("position", tmp_path), tops)
-    assert section.top1 == tops
+    assert {row.id: list(row.top1_by_seed) for row in section.rows} == tops
     assert [row.seeds for row in section.rows] == [3, 3, 1]
     absolute, relative, drop = findings(section)
     assert (absolute.claim.better, absolute.claim.worse) == ("pairwise_absolute", "pairwise_none")
