@@ -31,6 +31,7 @@ from experiments.runs.workspace import Workspace
 from pipelines.transform import MANIPULATIONS
 from tests.experiments.conftest import San, Trained, TrainTrial
 from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
+from tests.experiments.samples import runs_of
 
 GRIDS = PROJECT_DIR / "experiments" / "grids"
 
@@ -171,9 +172,7 @@ def test_grid_measures_only_missing_conditions(
     assert run(grid_run, None)
     assert started == []
     assert capsys.readouterr().out == out
-    run_of_grid = grid_run.tracker.client.search_runs(
-        [grid_run.tracker.client.get_experiment_by_name("turned").experiment_id], "tags.`san.role` = 'grid'"
-    )[0]
+    (run_of_grid,) = runs_of(grid_run, "grid")
     assert run_of_grid.info.status == "FINISHED"
     artifacts = [file.path for file in grid_run.tracker.client.list_artifacts(run_of_grid.info.run_id)]
     assert artifacts == ["report.html", "table.csv", "table.md"]
