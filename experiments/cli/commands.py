@@ -324,8 +324,10 @@ def main() -> None:
 
 
 def _printed_errors() -> tuple[type[Exception], ...]:
-    """Imported late, because most commands need neither Ray nor DALI."""
+    """Imported late, because most commands need neither torch nor DALI."""
     from cluster import ClusterError
     from pipelines import DataError
+    from san import CheckpointError
+    from san.choice import ModelError
 
-    return UserError, UnavailableError, DataError, ClusterError
+    return UserError, UnavailableError, DataError, ClusterError, CheckpointError, ModelError

@@ -25,6 +25,7 @@ from experiments.tracking import Result, TrackerError
 from experiments.training.device import require_gpu, training_device
 from experiments.training.trainer import run_trial
 from pipelines import DataError
+from san import CheckpointError
 
 if TYPE_CHECKING:
     from cluster.halving import Judge
@@ -153,7 +154,7 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         def keep(task: MeasureTask, metrics: dict[str, float]) -> None:
             retry(lambda: grid_run.tracker.add(task.run_id, metrics))
 
-        progress, errors = MeasureProgress(tasks, keep, sys.stderr), (UserError, DataError)
+        progress, errors = MeasureProgress(tasks, keep, sys.stderr), (UserError, DataError, CheckpointError)
         outcomes = _sweep(measure_trial, tasks, grid_run, placement, progress, restart, description, non_retryable=errors)
         _conclude(grid_run, "measured", outcomes, trials, start)
 

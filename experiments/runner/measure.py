@@ -39,7 +39,8 @@ def measure_trial(task: MeasureTask, report: Report) -> None:
     the finished fraction, or the metrics of the finished condition.
 
     Raises:
-        UserError: the checkpoint cannot be used, or memory does not suffice.
+        CheckpointError: the checkpoint cannot be used.
+        UserError: memory does not suffice.
         DataError: an image cannot be used.
     """
     workspace, config = task.workspace, task.trial.config
@@ -76,10 +77,6 @@ class MeasureProgress:
         self.tasks, self.keep, self.display, self.start = tasks, keep, Display(out), time.monotonic()
         self.left = self.total = sum(len(task.conditions) for task in tasks.values())
         self.running: dict[str, tuple[str, str]] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        """Nothing: Ray pickles the observer of a sweep for a restart that never happens."""
-        return {}
 
     def started(self, key: str) -> None:
         """Does nothing: the first condition is reported soon."""

@@ -178,10 +178,10 @@ def test_grid_measures_only_missing_conditions(
     assert artifacts == ["report.html", "table.csv", "table.md"]
 
 
-def test_missing_checkpoint_is_a_user_error(grid_run: GridRun, trained: Trained, tmp_path: Path) -> None:
+def test_missing_checkpoint_is_an_error_without_a_retry(grid_run: GridRun, trained: Trained, tmp_path: Path) -> None:
     workspace = Workspace(LocalStore(tmp_path), trained.grid_run.workspace.tracking_uri)
     task = MeasureTask(workspace, trained.grid_run.trials[0], "run", PROTOCOLS["rotation"].conditions[:1])
-    with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot read this file \(No such file or directory\)"):
+    with pytest.raises(san.CheckpointError, match=r"epoch-0002-step-0000000.pt: cannot read this file"):
         measure_trial(task, lambda metrics: None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import os
-import pickle
 import pty
 import re
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from cluster.sweep import Outcome
 from experiments.runner import progress as progress_module
-from experiments.runner.progress import Display, Progress, counting
+from experiments.runner.progress import Progress, counting
 
 NAMES = {"a": "pairwise_3", "b": "resnet26_3"}
 EPOCHS = {"a": 4, "b": 4}
@@ -134,14 +133,6 @@ def test_lost_terminal_does_not_stop_training(term: str, terminal: Terminal, mon
     progress.progress("a", whole(1))
     progress.finished(Outcome("a"))
     progress.close()
-
-
-def test_display_can_be_pickled(terminal: Terminal) -> None:
-    """Ray pickles the observer of a sweep."""
-    display = Display(terminal.out)
-    display.show("a", 1, 2, "b")
-    assert pickle.dumps(display)
-    display.close()
 
 
 def test_log_has_fewer_lines_as_a_trial_goes_on() -> None:
