@@ -173,21 +173,22 @@ def _trainable(
     trial, and DeepSpeed cannot use a second one in the same process.
     """
 
-    def worker(key: str, send: Callable[[dict[str, Any]], None]) -> None:
+    def worker(value: V, send: Callable[[dict[str, Any]], None]) -> None:
         if not placement.gpus:  # Ray hides the GPUs only if the cluster was started with a setting for this
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # Nested, to distinguish metrics from Tune's own entries in a result.
-        function(values[key], lambda metrics: send({"metrics": dict(metrics)}))
+        function(value, lambda metrics: send({"metrics": dict(metrics)}))
 
     def train_one(config: dict[str, str]) -> None:
         key = config["key"]
+        value = values[key]
         try:
             if placement.workers == 1:
-                worker(key, ray.tune.report)
+                worker(value, ray.tune.report)
             else:
                 # Every attempt has a new name, because Train would resume a run with the same name.
                 name = f"{key}-{uuid.uuid4().hex[:8]}"
-                _start_workers(lambda: worker(key, ray.train.report), placement, name, folder)
+                _start_workers(lambda: worker(value, ray.train.report), placement, name, folder)
         except Exception as error:
             cause = _cause(error)
             if not isinstance(cause, (*non_retryable, *fatal)):
