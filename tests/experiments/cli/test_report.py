@@ -61,6 +61,17 @@ def test_report_command_prints_every_format_and_rejects_mistakes(
     assert not (tmp_path / "runs" / "invented-digits").exists() and not page.exists()
 
 
+def test_prints_the_table_if_its_folder_cannot_be_written(
+    finished_job: Callable[..., GridRun], tmp_path: Path, run_san: San
+) -> None:
+    grid_run = finished_job()
+    folder = grid_run.workspace.runs / "invented-digits"
+    folder.write_text("a file")
+    code, out, err = run_san("report", tmp_path / "invented.yaml", "--runs", grid_run.workspace.runs, "--seeds", "2")
+    assert code == 1  # trials are missing
+    assert "pairwise_3" in out and f"{folder}: cannot write the table, plot and page (File exists)" in err
+
+
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_mlflow_description_has_all_conditions_and_rows_and_links_to_other_grids(name: Any, tmp_path: Path) -> None:
     """For the grids of the paper with two seeds, one of which another grid has trained."""

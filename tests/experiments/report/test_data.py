@@ -93,12 +93,6 @@ def test_averages_seeds(write_grid: Callable[[str], Path], tmp_path: Path) -> No
     assert grid_table([line], ACCURACY).markdown().startswith("| row | top-1 paper | top-1 ours | seeds |\n")
 
 
-def test_interval_of_a_mean() -> None:
-    assert interval.half_width([]) is interval.half_width([93.0]) is interval.half_width([93.0, 95.0]) is None
-    # Variance 4, so a standard error of sqrt(4 / 3); t at 97.5 % with 2 degrees of freedom is 4.302653.
-    assert interval.half_width([90.0, 92.0, 94.0]) == pytest.approx(4.302653 * (4 / 3) ** 0.5)
-
-
 def test_interval_of_a_difference() -> None:
     assert interval.of_difference([1.0, 2.0], [3.0]) is interval.of_difference([], [1.0, 2.0]) is None
     # Variances 1 and 4 of three values each: error sqrt(5 / 3), freedom (5/3)^2 / ((1/3)^2 / 2 + (4/3)^2 / 2) = 50 / 17.
