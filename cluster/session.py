@@ -55,13 +55,15 @@ def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterat
     local = is_local(address)
     try:
         with supervised(local, on_lost) as connected:
+            handler = signal.getsignal(signal.SIGTERM)
             try:
-                with _keep_sigterm_handler():
-                    _connect(address or os.environ.get("RAY_ADDRESS") or None)
+                _connect(address or os.environ.get("RAY_ADDRESS") or None)
             except ClusterError as error:
                 if local and on_lost is not None:
                     on_lost(str(error))
                 raise
+            if threading.current_thread() is threading.main_thread():  # only this thread can set handlers
+                signal.signal(signal.SIGTERM, handler)  # Ray's would end the process without a message
             connected.set()
             yield resources()
     finally:
@@ -95,15 +97,6 @@ def _quieten() -> None:
             _log.info("ray: %s", line)
 
     ray._private.worker.print_to_stdstream = log
-
-
-@contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """Keeps the caller's handler of SIGTERM, which Ray replaces with one that ends the process without a message."""
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():  # only this thread can set handlers
-        signal.signal(signal.SIGTERM, handler)
 
 
 def _connect(address: str | None) -> None:
@@ -169,7 +162,7 @@ def resources() -> Resources:
 
 def available_cpus() -> int:
     """CPUs that this process may use: its affinity mask, limited by the quota of its control group."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    affinity = len(os.sched_getaffinity(0))
     return max(1, min(affinity, int(_cgroup_quota(Path("/sys/fs/cgroup")) or affinity)))
 
 

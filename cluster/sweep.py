@@ -4,7 +4,6 @@ Ray Tune runs the trials and retries failed ones, and Ray Train starts the worke
 run, because Tune does not count the resources that Train uses.
 """
 
-import functools
 import math
 import os
 import pickle
@@ -167,14 +166,29 @@ def _trainable(
     non_retryable: tuple[type[Exception], ...],
     fatal: tuple[type[Exception], ...],
 ) -> Callable[[dict[str, str]], None]:
-    """The function that Tune runs once per trial. It contains the values, because Tune would search them for parameters."""
+    """The function that Tune runs once per trial. It contains the values, because Tune would search them for parameters.
+
+    A single worker runs in the trial's process, because starting a worker group would take 15 s of CPU time per trial. Ray
+    does not set RANK and WORLD_SIZE there. Ray Train's local mode would end the process group of torch.distributed with each
+    trial, and DeepSpeed cannot use a second one in the same process.
+    """
+
+    def worker(value: V, send: Callable[[dict[str, Any]], None]) -> None:
+        if not placement.gpus:  # Ray hides the GPUs only if the cluster was started with a setting for this
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Nested, to distinguish metrics from Tune's own entries in a result.
+        function(value, lambda metrics: send({"metrics": dict(metrics)}))
 
     def train_one(config: dict[str, str]) -> None:
         key = config["key"]
-        # Every attempt has a new name, because Train would resume a run with the same name.
-        name = f"{key}-{uuid.uuid4().hex[:8]}"
+        value = values[key]
         try:
-            _train(functools.partial(function, values[key]), placement, name, folder)
+            if placement.workers == 1:
+                worker(value, ray.tune.report)
+            else:
+                # Every attempt has a new name, because Train would resume a run with the same name.
+                name = f"{key}-{uuid.uuid4().hex[:8]}"
+                _start_workers(lambda: worker(value, ray.train.report), placement, name, folder)
         except Exception as error:
             cause = _cause(error)
             if not isinstance(cause, (*non_retryable, *fatal)):
@@ -186,23 +200,8 @@ def _trainable(
     return train_one
 
 
-def _train(call: Callable[[Report], object], placement: Placement, name: str, folder: str) -> None:
-    """Runs one trial inside its Tune trial. Only this function distinguishes one worker from several.
-
-    A single worker runs in the trial's process, because starting a worker group would take 15 s of CPU time per trial. Ray
-    does not set RANK and WORLD_SIZE there. Ray Train's local mode would end the process group of torch.distributed with each
-    trial, and DeepSpeed cannot use a second one in the same process.
-    """
-
-    def worker(send: Callable[[dict[str, Any]], None]) -> None:
-        if not placement.gpus:  # Ray hides the GPUs only if the cluster was started with a setting for this
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        # Nested, to distinguish metrics from Tune's own entries in a result.
-        call(lambda metrics: send({"metrics": dict(metrics)}))
-
-    if placement.workers == 1:
-        return worker(ray.tune.report)
-
+def _start_workers(worker: Callable[[], None], placement: Placement, name: str, folder: str) -> None:
+    """Runs the workers of a trial with Ray Train."""
     from ray.train.torch import TorchConfig, TorchTrainer  # imports torch, which the driver of a sweep does not need
     from ray.tune.integration.ray_train import TuneReportCallback
 
@@ -215,10 +214,17 @@ def _train(call: Callable[[Report], object], placement: Placement, name: str, fo
     )
     callbacks: list[Any] = [TuneReportCallback()]  # type: ignore[no-untyped-call]
     run = ray.train.RunConfig(name=name, storage_path=folder, callbacks=callbacks)
-    TorchTrainer(lambda: worker(ray.train.report), torch_config=torch_config, scaling_config=scaling, run_config=run).fit()
+    TorchTrainer(worker, torch_config=torch_config, scaling_config=scaling, run_config=run).fit()
 
 
-class _Queue(ray.tune.search.Searcher):
+class _NotPickled:
+    """Is pickled without its content: Tune pickles the queue and the callbacks for a restart that never happens."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {}
+
+
+class _Queue(_NotPickled, ray.tune.search.Searcher):
     """The queue of trials, from which Tune gets the next one."""
 
     def __init__(self, keys: Iterable[str], placement: Placement, is_interrupted: Callable[[], bool]) -> None:
@@ -227,10 +233,6 @@ class _Queue(ray.tune.search.Searcher):
         self.running: set[str] = set()
         """Ids of Tune's trials."""
         self._limit, self._checked_at = 0, -math.inf
-
-    def __getstate__(self) -> dict[str, object]:
-        """Nothing: Tune pickles the queue for a restart that never happens."""
-        return {}
 
     def suggest(self, trial_id: str) -> dict[str, str] | None:
         if not self.waiting or self.is_interrupted():
@@ -262,7 +264,7 @@ def _trials_to_start(placement: Placement, available: Resources) -> int:
     return fits + max(fits, _AHEAD) if available.grows else fits
 
 
-class _WaitNotice(ray.tune.Callback):
+class _WaitNotice(_NotPickled, ray.tune.Callback):
     """Sends the observer a notice every minute while no trial can run."""
 
     def __init__(self, observer: Observer, placement: Placement) -> None:
@@ -296,7 +298,7 @@ class _Silent(TrialProgressCallback):
     def _print(self, msg: str) -> None: ...
 
 
-class _Follower(ray.tune.Callback):
+class _Follower(_NotPickled, ray.tune.Callback):
     """Passes Tune's events to the observer, and collects how the trials end."""
 
     def __init__(self, observer: Observer, queue: _Queue) -> None:

@@ -51,7 +51,6 @@ def convert(
     from experiments.grids.config import merged
     from experiments.grids.expand import parse_override
     from experiments.runs.store import is_uri
-    from san.choice import ModelError
     from san.models import checkpoint, released
 
     if is_uri(target):
@@ -59,21 +58,18 @@ def convert(
         raise UserError(f"{kind}://...: `san convert` writes local files only; give a local path as TARGET")
     if os.path.lexists(target) and not force:
         raise UserError(f"{target}: already exists; choose another file, or overwrite this one with --force")
-    try:
-        with resolve_checkpoint(source, runs) as (path, _):
-            if kind_of(path) == "released":
-                fields = merged({}, *map(parse_override, overrides))
-                if "name" in fields:
-                    raise UserError("override `name`: not a field of a model; set the model with --name")
-                model = released.load_released_checkpoint(path, name, **fields)
-            elif needless := [*(["--name"] if name else []), *overrides]:
-                raise UserError(f"{source}: this checkpoint already stores its model; leave out {', '.join(needless)}")
-            else:
-                model = open_checkpoint(path).model
-        save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
-        save(model, target)
-    except (checkpoint.CheckpointError, ModelError) as error:
-        raise UserError(str(error)) from None
+    with resolve_checkpoint(source, runs) as (path, _):
+        if kind_of(path) == "released":
+            fields = merged({}, *map(parse_override, overrides))
+            if "name" in fields:
+                raise UserError("override `name`: not a field of a model; set the model with --name")
+            model = released.load_released_checkpoint(path, name, **fields)
+        elif needless := [*(["--name"] if name else []), *overrides]:
+            raise UserError(f"{source}: this checkpoint already stores its model; leave out {', '.join(needless)}")
+        else:
+            model = open_checkpoint(path).model
+    save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
+    save(model, target)
     hidden = released.unrecorded_overrides(model.spec) if form == "released" else []
     if hidden:
         click.echo(

@@ -1,6 +1,7 @@
 """The command `san`. Exit codes: 0 success, 1 failed, unfinished or interrupted, 2 invalid input.
 
-Commands import heavy packages when they run, so that help appears at once.
+Commands import heavy packages when they run, so that help appears at once. The options that describe a grid have the names of
+the parameters of `open_grid_run`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -29,7 +30,6 @@ from experiments.cli.options import (
     RUNS,
     SEEDS,
     TAKE_OVER,
-    GroupedCommands,
     named_address,
     printable,
 )
@@ -40,15 +40,26 @@ if TYPE_CHECKING:
     from experiments.runner.plan import PlannedTrial
 
 
-class _Commands(GroupedCommands):
-    headings: ClassVar = {
-        "Train": ("plan", "run", "report", "study"),
-        "Checkpoints": ("evaluate", "robustness", "attention", "convert"),
-        "Models": ("models", "complexity", "doctor"),
-        "Data": ("data",),
-        "Cluster": ("submit",),
-        "Runs": ("runs", "delete", "ui"),
-    }
+HEADINGS = {
+    "Train": ("plan", "run", "report", "study"),
+    "Checkpoints": ("evaluate", "robustness", "attention", "convert"),
+    "Models": ("models", "complexity", "doctor"),
+    "Data": ("data",),
+    "Cluster": ("submit",),
+    "Runs": ("runs", "delete", "ui"),
+}
+"""The commands of the help text."""
+
+
+class _Commands(click.Group):
+    """Lists its commands under headings."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for heading, names in HEADINGS.items():
+            with formatter.section(heading):
+                helps = {name: self.commands[name].get_short_help_str(formatter.width - 6 - width) for name in names}
+                formatter.write_dl([(f"{name:{width}s}", text) for name, text in helps.items()])
 
 
 @click.group(
@@ -62,13 +73,12 @@ def cli() -> None:
 
 
 cli.add_command(data)
-for group in (
-    (checkpoints.convert, checkpoints.evaluate, checkpoints.robustness, checkpoints.attention),
-    (models.models, models.complexity, models.doctor),
-    (runs.list_runs, runs.delete, runs.ui),
+for command in (
+    *(checkpoints.convert, checkpoints.evaluate, checkpoints.robustness, checkpoints.attention),
+    *(models.models, models.complexity, models.doctor),
+    *(runs.list_runs, runs.delete, runs.ui),
 ):
-    for command in group:
-        cli.add_command(command)
+    cli.add_command(command)
 
 
 @cli.command()
@@ -81,17 +91,7 @@ for group in (
 @ADDRESS
 @TAKE_OVER
 @GRID_IMPORT
-def run(
-    grid: Path,
-    overrides: tuple[str, ...],
-    profile: str,
-    runs: Path | str | None,
-    seeds: int | None,
-    only: tuple[str, ...],
-    address: str | None,
-    take_over: bool,
-    imports: tuple[str, ...],
-) -> None:
+def run(address: str | None, **grid: Any) -> None:
     """Train a grid's unfinished trials and print the results.
 
     Rerun the same command to resume after an interruption. Overrides change every trial, for example recipe.epochs=5.
@@ -102,8 +102,7 @@ def run(
     from experiments.cli.run import run as run_grid
     from experiments.runner.grid_run import open_grid_run
 
-    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, only=only, take_over=take_over, imports=imports)
-    sys.exit(0 if run_grid(grid_run, address) else 1)
+    sys.exit(0 if run_grid(open_grid_run(**grid), address) else 1)
 
 
 @cli.command()
@@ -116,17 +115,7 @@ def run(
 @ADDRESS
 @AS_JSON
 @GRID_IMPORT
-def plan(
-    grid: Path,
-    overrides: tuple[str, ...],
-    profile: str,
-    runs: Path | str | None,
-    seeds: int | None,
-    only: tuple[str, ...],
-    address: str | None,
-    as_json: bool,
-    imports: tuple[str, ...],
-) -> None:
+def plan(address: str | None, as_json: bool, **grid: Any) -> None:
     """List a grid's trials, their status and the estimated time.
 
     Trains nothing and writes nothing.
@@ -138,7 +127,7 @@ def plan(
     from experiments.runner.plan import plan as plan_trials
     from experiments.runner.plan import plan_in_words
 
-    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, writes=False, only=only, imports=imports)
+    grid_run = open_grid_run(**grid, writes=False)
     planned = plan_trials(grid_run)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(trial) for trial in planned]))
@@ -188,18 +177,7 @@ def _hours(hours: Hours | None) -> str:
 )
 @AS_JSON
 @GRID_IMPORT
-def report(
-    grid: Path,
-    overrides: tuple[str, ...],
-    profile: str,
-    runs: Path | str | None,
-    seeds: int | None,
-    form: str,
-    html: Path | None,
-    csv: Path | None,
-    as_json: bool,
-    imports: tuple[str, ...],
-) -> None:
+def report(form: str, html: Path | None, csv: Path | None, as_json: bool, **grid: Any) -> None:
     """Print the results of a grid's finished trials.
 
     Trains nothing. Text output also draws the grid's plot. With text output, the exit code is 1 while trials are
@@ -217,22 +195,22 @@ def report(
     chosen = [f"`{option}`" for option, given in forms.items() if given]
     if len(chosen) > 1:
         raise UserError(f"two output formats: {' and '.join(chosen[:2])}; give only one of these options")
-    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, imports=imports)
+    grid_run = open_grid_run(**grid)
+    may_be_empty = as_json and html is None and csv is None
+    results = known_results(grid_run) if may_be_empty else finished_results(grid_run)
     if html is not None:
-        write_page(grid_run, finished_results(grid_run), html)
-        click.echo(f"report: {html}", err=True)
+        write_page(grid_run, results, html)
     if csv is not None:
-        write_trials(grid_run, finished_results(grid_run), csv)
+        write_trials(grid_run, results, csv)
     if prints_trials:
         return
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(record) for record in records_of(grid_run, known_results(grid_run))]))
+        click.echo(json.dumps([dataclasses.asdict(record) for record in records_of(grid_run, results)]))
     elif form != "text":
-        results = finished_results(grid_run)
         click.echo(tables(grid_run, results)[form].rstrip("\n"))
         print_unfinished(grid_run, results)
     else:
-        _, complete = print_report(grid_run, finished_results(grid_run))
+        _, complete = print_report(grid_run, results)
         sys.exit(0 if complete else 1)
 
 
@@ -306,18 +284,7 @@ def study(
 )
 @TAKE_OVER
 @GRID_IMPORT
-def submit(
-    grid: Path,
-    overrides: tuple[str, ...],
-    names: tuple[str, ...],
-    wait: bool,
-    profile: str,
-    seeds: int | None,
-    runs: str | None,
-    address: str | None,
-    take_over: bool,
-    imports: tuple[str, ...],
-) -> None:
+def submit(**job: Any) -> None:
     """Run a grid as a job on a remote Ray cluster.
 
     Starts `san run` on the cluster's head node. Submit the same grid again to resume. Paths in overrides and --runs are paths
@@ -327,12 +294,9 @@ def submit(
     \b
     Example: san submit experiments/grids/footprint.yaml --address http://head:8265
     """
-    from experiments.cli.submit import run_command, submit_grid
+    from experiments.cli.submit import submit_grid
 
-    command = run_command(grid, profile, overrides, runs, seeds, take_over)
-    submit_grid(
-        grid, overrides, names=names, wait=wait, profile=profile, runs=runs, address=address, command=command, imports=imports
-    )
+    submit_grid(**job)
 
 
 def main() -> None:
@@ -360,8 +324,10 @@ def main() -> None:
 
 
 def _printed_errors() -> tuple[type[Exception], ...]:
-    """Imported late, because most commands need neither Ray nor DALI."""
+    """Imported late, because most commands need neither torch nor DALI."""
     from cluster import ClusterError
     from pipelines import DataError
+    from san import CheckpointError
+    from san.choice import ModelError
 
-    return UserError, UnavailableError, DataError, ClusterError
+    return UserError, UnavailableError, DataError, ClusterError, CheckpointError, ModelError

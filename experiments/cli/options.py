@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import click
 
@@ -48,29 +46,6 @@ class _Grid(click.ParamType[Path]):
         from experiments.grids.expand import grid_path
 
         return grid_path(value)
-
-
-class GroupedCommands(click.Group):
-    """A group whose help lists commands under headings."""
-
-    headings: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Names of commands by heading, in the order of the help text."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], self.commands, n=1)
-            if not near:
-                raise
-            raise click.UsageError(f"{error.message} Did you mean {near[0]}?", ctx) from None
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        limit = formatter.width - 6 - max(map(len, self.commands))
-        for heading, names in self.headings.items():
-            with formatter.section(heading):
-                width = max(map(len, self.commands))
-                formatter.write_dl([(f"{name:{width}s}", self.commands[name].get_short_help_str(limit)) for name in names])
 
 
 GRID = click.argument("grid", type=_Grid())
@@ -127,8 +102,4 @@ def as_value(value: object) -> str:
 
 def printable(text: str) -> str:
     """Escapes characters that a terminal would interpret, which file names and servers may contain."""
-    return text if text.isprintable() else "".join(_visible(letter) for letter in text)
-
-
-def _visible(letter: str) -> str:
-    return letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

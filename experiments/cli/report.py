@@ -13,9 +13,9 @@ import click
 
 from experiments.errors import UserError
 from experiments.evaluation.attention_samples import attention_samples
-from experiments.report.build import caption, measurements_of, rows_of, setting, tables
+from experiments.report.build import caption, measurements_of, tables
 from experiments.report.charts import CURVES, save_plot
-from experiments.report.data import GridReport, shown_rows
+from experiments.report.data import GridReport, shown_rows, table_rows
 from experiments.report.page import page
 from experiments.report.trial_table import trial_table
 from experiments.runner.grid_run import GridRun, finished_trials, is_done, is_finished
@@ -30,7 +30,7 @@ def print_report(grid_run: GridRun, results: Mapping[str, Result]) -> tuple[list
     and whether all trials are finished."""
     forms = tables(grid_run, results)
     print(f"\n{caption(grid_run)}\n\n{forms['text']}\n", flush=True)
-    folder = grid_run.workspace.runs / grid_run.title
+    folder = grid_run.workspace.runs / grid_run.full_name
     try:
         files = _write_files(grid_run, results, forms, folder)
     except OSError as error:
@@ -63,7 +63,7 @@ def _write_files(grid_run: GridRun, results: Mapping[str, Result], forms: Mappin
     files = [folder / "table.md", folder / "table.csv"]
     files[0].write_text(f"{caption(grid_run)}\n\n{forms['markdown']}\n", encoding="utf-8")
     files[1].write_text(forms["csv"], encoding="utf-8")
-    rows = rows_of(grid_run, results)
+    rows = table_rows(grid_run, results)
     if any(row.top1 is not None for row in rows):
         if not grid_run.grid.robustness:
             files.append(folder / "plot.png")
@@ -76,37 +76,30 @@ def _write_files(grid_run: GridRun, results: Mapping[str, Result], forms: Mappin
 
 
 def write_page(grid_run: GridRun, results: Mapping[str, Result], path: Path) -> None:
-    """Writes the HTML page. Unfinished trials have curves, too.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    try:
-        path.write_text(page(_collected(grid_run, results)), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot write the page ({error.strerror}); choose another file with --html") from None
+    """Writes the HTML page. Unfinished trials have curves, too. Raises UserError if the file cannot be written."""
+    _write(path, page(_collected(grid_run, results)), "report", "--html")
 
 
 def write_trials(grid_run: GridRun, results: Mapping[str, Result], path: Path) -> None:
-    """Writes one line per trial to a CSV file, or to stdout for the path `-`.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes one line per trial to a CSV file, or to stdout for the path `-`. Raises UserError if it cannot write the file."""
     text = trial_table(grid_run, results).to_csv(index=False)
     if path == Path("-"):
         click.echo(text, nl=False)
-        return
+    else:
+        _write(path, text, "trials", "--csv")
+
+
+def _write(path: Path, text: str, what: str, option: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path}: cannot write the trials ({error.strerror}); choose another file with --csv") from None
-    click.echo(f"trials: {path}", err=True)
+        raise UserError(f"{path}: cannot write the {what} ({error.strerror}); choose another file with {option}") from None
+    click.echo(f"{what}: {path}", err=True)
 
 
 def _collected(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:
     """Collects everything that the page shows."""
-    rows = rows_of(grid_run, results)
+    rows = table_rows(grid_run, results)
     shown = set(shown_rows(rows))
     run_ids = {trial.key: results[trial.key].run_id for trial in grid_run.trials if trial.key in results and trial.row in shown}
 
@@ -114,19 +107,12 @@ def _collected(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:
         return retry(lambda: grid_run.tracker.history(run_id, metric))
 
     return GridReport(
-        grid=grid_run.grid,
-        name=grid_run.name,
-        caption=setting(grid_run),
-        command=grid_run.command,
-        overrides=grid_run.overrides,
-        trials=grid_run.trials,
-        results=results,
-        rows=rows,
+        grid_run,
+        results,
+        rows,
+        measurements_of(grid_run, results),
         curves={key: {metric: curve(run_id, metric) for metric in CURVES} for key, run_id in run_ids.items()},
-        store=grid_run.workspace.tracking_uri,
         samples=attention_samples(grid_run.workspace, finished_trials(grid_run.trials, results)),
-        measurements=measurements_of(grid_run, results),
-        profile_option=grid_run.profile_option,
         confusions=_confusions(grid_run, results, shown),
     )
 

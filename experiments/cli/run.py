@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,58 +15,28 @@ from experiments.grids.expand import GRIDS_DIR
 from experiments.paper.tables import paper_claims
 from experiments.report.build import note
 from experiments.report.study import section_of, write_study
-from experiments.runner.execute import measure, prepare, train
-from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, open_grid_run
-from experiments.runner.plan import missing_measurements, to_train
+from experiments.runner.execute import execute, prepare, train
+from experiments.runner.grid_run import GridRun, is_finished, known_results, open_grid_run
+from experiments.runner.plan import to_train
 from experiments.runs.retry import retry
-from experiments.tracking import Result, TrackerError
+from experiments.tracking import TrackerError
 from experiments.tracking.results_file import add_results, read_results
 from experiments.training.images import open_data
 
 
 def run(grid_run: GridRun, address: str | None) -> bool:
-    """Trains unfinished trials, prints the table and draws the plot. Returns whether all trials are finished.
+    """Trains and measures what is missing, prints the table and draws the plot. Returns whether all trials are finished.
 
-    Raises:
-        UserError, ClusterError: the grid cannot run here; nothing was written.
-        KeyboardInterrupt: the user stopped the run; the next call resumes.
+    The grid's page in MLflow is updated even if nothing was missing, because another grid or version may have trained its
+    trials. A user without write access still gets the table.
     """
-    results = known_results(grid_run)
-    missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
-    done = sum(is_finished(results, trial) for trial in grid_run.wanted)
-    stopped = sum(is_done(grid_run, results, trial) for trial in grid_run.wanted) - done
-    equal = len(grid_run.wanted) - done - stopped - len(missing)
-    skipped = f", {done} already finished" if done else ""
-    skipped += f", {stopped} already stopped early" if stopped else ""
-    skipped += f", {equal} identical to another trial" if equal else ""
-    click.echo(
-        f"grid {grid_run.name}, profile {grid_run.profile}: {len(grid_run.wanted)} trials{skipped}, {len(missing)} to train",
-        err=True,
-    )
-    if not missing and not missing_measurements(grid_run, results):
-        files, complete = print_report(grid_run, results)
-        _refresh(grid_run, results, files, complete)
-        return complete
+    results = execute(grid_run, address, functools.partial(note, grid_run))
+    files, complete = print_report(grid_run, results)
     try:
-        trained = train(grid_run, missing, address, note(grid_run, results)) if missing else []
-        results = retry(lambda: known_results(grid_run))
-        unsent = [missing[key].name for key in trained if not is_done(grid_run, results, missing[key])]
-        if unsent:
-            click.echo(
-                f"{', '.join(unsent)}: trained, but MLflow did not accept all results; "
-                "run the same command again to send the rest",
-                err=True,
-            )
-        if unmeasured := missing_measurements(grid_run, results):
-            measure(grid_run, unmeasured, address, note(grid_run, results))
-            results = retry(lambda: known_results(grid_run))
-        files, complete = print_report(grid_run, results)
-        retry(lambda: grid_run.tracker.log_report(files, complete and grid_run.wanted == grid_run.trials))
-        retry(lambda: grid_run.tracker.describe(note(grid_run, results)))
+        prepare(grid_run, note(grid_run, results))
+        grid_run.tracker.log_report(files, complete and grid_run.wanted == grid_run.trials)
     except TrackerError as error:
-        raise TrackerError(
-            f"{error}\ntrained trials are kept; run the same command again to resume and to send the missing results"
-        ) from None
+        click.echo(f"MLflow's page of the grid was not updated: {error}", err=True)
     return complete
 
 
@@ -107,19 +76,7 @@ def study(
         add_results(kept, grid_run.trials, results)
     results = read_results(kept)
     training, validation = open_data(grid_runs[0].trials[0].config.data)
-    sections = [section_of(grid_run.grid, grid_run.trials, results) for grid_run in grid_runs]
+    sections = [section_of(grid_run, results) for grid_run in grid_runs]
     files = write_study(sections, page, len(training), len(validation))
     click.echo(f"study: {files[0]}", err=True)
     return all(is_finished(results, trial) for grid_run in grid_runs for trial in grid_run.trials)
-
-
-def _refresh(grid_run: GridRun, results: Mapping[str, Result], files: list[Path], complete: bool) -> None:
-    """Updates MLflow's pages of a finished grid, because another grid or version may have trained its trials.
-
-    A user without write access still gets the table.
-    """
-    try:
-        prepare(grid_run, note(grid_run, results))
-        grid_run.tracker.log_report(files, complete and grid_run.wanted == grid_run.trials)
-    except TrackerError as error:
-        click.echo(f"MLflow's pages of the grid were not updated: {error}", err=True)

@@ -36,17 +36,18 @@ GRID_FOLDER = "job"
 
 def submit_grid(
     grid: Path,
+    profile: str,
     overrides: Sequence[str],
     *,
+    runs: str | None,
+    seeds: int | None,
+    take_over: bool,
+    imports: Sequence[str],
     names: Sequence[str],
     wait: bool,
-    profile: str,
-    runs: str | None,
     address: str | None,
-    command: Sequence[str],
-    imports: Sequence[str],
 ) -> None:
-    """Uploads the project and a grid, and starts `command` as a job. With `wait`, follows its log and exits with its code."""
+    """Uploads the project and a grid, and starts `san run` as a job. With `wait`, follows its log and exits with its code."""
     from cluster.submit import JobServer
 
     check(grid, profile, overrides, runs, imports)
@@ -56,6 +57,7 @@ def submit_grid(
     with tempfile.TemporaryDirectory(prefix="san-job-") as folder:
         size = stage(grid, profile, Path(folder), imports)
         click.echo(f"uploading the project and the grid ({size / 1e6:.1f} MB) to {server.address}", err=True)
+        command = run_command(grid, profile, overrides, runs, seeds, take_over)
         server.submit(job, command, Path(folder), variables)
     click.echo(f"job {job}\n{_hint(server, job)}", err=True)
     if wait:

@@ -25,7 +25,6 @@ from experiments.training.images import open_split
 from experiments.training.metrics import evaluate
 from pipelines import Dataset, Loader, Transform
 from pipelines.loader import decoding_threads
-from san.choice import ModelError
 from san.models import checkpoint, pretrained, released
 from san.models.base import BaseModel
 
@@ -94,7 +93,8 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
     `resources.cpus`; for released files, also missing fields of the model, such as `model.footprint=9`.
 
     Raises:
-        UserError: the file does not exist, is not a checkpoint or does not fit the overrides.
+        CheckpointError: the file does not exist or is not a checkpoint.
+        ModelError, UserError: it does not fit the overrides.
     """
     changes = _changes(overrides)
     if pretrained.is_folder(path):
@@ -145,7 +145,7 @@ def kind_of(path: Path) -> Kind:
         return "weights"
     if _trial_checkpoint(path) is not None:
         return "trial"
-    return "weights" if checkpoint.is_checkpoint(_read(path)) else "released"
+    return "weights" if checkpoint.is_checkpoint(checkpoint.read(path)) else "released"
 
 
 def _trial_checkpoint(path: Path) -> Checkpoint | None:
@@ -155,7 +155,7 @@ def _trial_checkpoint(path: Path) -> Checkpoint | None:
         if best is None:
             raise UserError(f"{path}: no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder")
         return best
-    if "engine" not in _read(path):
+    if "engine" not in checkpoint.read(path):
         return None
     try:
         return Checkpoint.read(path)
@@ -165,19 +165,9 @@ def _trial_checkpoint(path: Path) -> Checkpoint | None:
         ) from None
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return checkpoint.read(path)
-    except checkpoint.CheckpointError as error:
-        raise UserError(str(error)) from None
-
-
 def _hub_folder(path: Path, changes: Mapping[str, Any], profile: str | None) -> LoadedModel:
     _require_no_model(path, changes)
-    try:
-        facts, model = pretrained.read_config(path), pretrained.load_folder(path)
-    except checkpoint.CheckpointError as error:
-        raise UserError(str(error)) from None
+    facts, model = pretrained.read_config(path), pretrained.load_folder(path)
     _require_rgb(path, model)
     values = merged(read_profile(profile_path(profile or facts.get("profile", "imagenet"))), changes)
     classes = facts.get("pretrained_cfg", {}).get("label_names")
@@ -197,16 +187,13 @@ def _require_rgb(path: Path, model: BaseModel) -> None:
 
 def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | None) -> LoadedModel:
     values = merged(read_profile(profile_path(profile or "imagenet")), changes)
-    try:
-        if checkpoint.is_checkpoint(_read(path)):
-            _require_no_model(path, changes)
-            model = checkpoint.load_checkpoint(path)
-            _require_rgb(path, model)
-        else:
-            fields = dict(values.get("model", {}))
-            model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
-    except (checkpoint.CheckpointError, ModelError) as error:
-        raise UserError(str(error)) from None
+    if checkpoint.is_checkpoint(checkpoint.read(path)):
+        _require_no_model(path, changes)
+        model = checkpoint.load_checkpoint(path)
+        _require_rgb(path, model)
+    else:
+        fields = dict(values.get("model", {}))
+        model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
     return LoadedModel(path, model, _config(values | {"model": asdict(model.spec)}))
 
 

@@ -6,14 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.paper.tables import counts_at_paper_setting, note_on_missing_rows, paper_numbers, paper_rows
-from experiments.report.data import (
-    Measurement,
-    TableRow,
-    counts_of_trained,
-    grid_measurements,
-    table_rows,
-)
+from experiments.paper.tables import note_on_missing_rows, paper_numbers
+from experiments.report.data import Measurement, TableRow, grid_measurements, table_rows
 from experiments.report.tables import SHORT, csv_text, grid_table, protocol_table
 from experiments.runner.grid_run import GridRun
 from experiments.tracking import Result
@@ -21,14 +15,6 @@ from experiments.tracking.result import runs_page
 
 LONGEST_NOTE = 5000
 """Characters. MLflow rejects longer descriptions of experiments (20 000 in newer versions) and truncates those of runs."""
-
-
-def rows_of(grid_run: GridRun, results: Mapping[str, Result]) -> list[TableRow]:
-    """The rows of a grid's table, with the numbers of finished trials."""
-    if grid_run.grid.table is None:
-        return table_rows(grid_run.grid, grid_run.trials, results, {}, counts_of_trained(grid_run.trials))
-    counts = counts_at_paper_setting(grid_run.full_size)
-    return table_rows(grid_run.grid, grid_run.trials, results, paper_rows(grid_run.grid.table), counts)
 
 
 def measurements_of(grid_run: GridRun, results: Mapping[str, Result]) -> list[Measurement]:
@@ -41,7 +27,7 @@ def measurements_of(grid_run: GridRun, results: Mapping[str, Result]) -> list[Me
 
 def records_of(grid_run: GridRun, results: Mapping[str, Result]) -> Sequence[TableRow | Measurement]:
     """The records of the grid's printed table."""
-    return measurements_of(grid_run, results) if grid_run.grid.robustness else rows_of(grid_run, results)
+    return measurements_of(grid_run, results) if grid_run.grid.robustness else table_rows(grid_run, results)
 
 
 def tables(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, str]:
@@ -51,7 +37,7 @@ def tables(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, str]:
         records = measured = measurements_of(grid_run, results)
         table = protocol_table(measured)
     else:
-        records = rows = rows_of(grid_run, results)
+        records = rows = table_rows(grid_run, results)
         table = grid_table(rows)
     return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(records)}
 
@@ -78,7 +64,7 @@ def note(grid_run: GridRun, results: Mapping[str, Result]) -> str:
     if grid_run.grid.robustness:
         table = protocol_table([one for one in measurements_of(grid_run, results) if one.number != "top5"])
     else:
-        table = grid_table(rows_of(grid_run, results), SHORT)
+        table = grid_table(table_rows(grid_run, results), SHORT)
     heading, rule, *others = table.markdown().splitlines()
     spaced = [line.replace(" | ", "&nbsp; | ") for line in (heading, *others)]  # MLflow leaves no room between columns
     # MLflow shows only the first line of the first paragraph until it is unfolded, so the links are at its beginning.

@@ -80,7 +80,7 @@ def cost_charts(report: GridReport) -> list[Chart]:
     charts = []
     labels = _labels(report)
     for field, words in {"params": "million parameters", "flops": "billion FLOPs"}.items():
-        for side in _sides(report.rows, report.profile):
+        for side in _sides(report.rows, report.grid_run.profile):
             series = []
             for style, (name, rows) in enumerate(report.families.items()):
                 counted = [(row, getattr(row, field), labels[row.id]) for row in rows if row.params is not None]
@@ -98,7 +98,7 @@ def robustness_charts(report: GridReport) -> list[Chart]:
     labels, charts = _labels(report), []
     first, *others = dict.fromkeys(condition for condition, _ in top1)
     for condition in others:
-        for heading, field in {f"ours, {report.profile}": "ours", "paper, ImageNet": "paper"}.items():
+        for heading, field in {f"ours, {report.grid_run.profile}": "ours", "paper, ImageNet": "paper"}.items():
             series = []
             for style, (name, rows) in enumerate(report.families.items()):
                 pairs = [(top1.get((first, row.id)), top1.get((condition, row.id)), labels[row.id]) for row in rows]
@@ -138,7 +138,7 @@ def curve_charts(report: GridReport) -> list[list[Chart]]:
 
 def _curve(report: GridReport, row: str, metric: str) -> list[Point]:
     """Mean, minimum and maximum over the seeds of a row, for the epochs that all of them have."""
-    seeds = [dict(report.curves.get(trial.key, {}).get(metric, ())) for trial in report.trials if trial.row == row]
+    seeds = [dict(report.curves.get(trial.key, {}).get(metric, ())) for trial in report.grid_run.trials if trial.row == row]
     seeds = [values for values in seeds if values]
     points = []
     for epoch in sorted(set.intersection(*map(set, seeds))) if seeds else ():

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import san
 from experiments.evaluation.protocol import Numbers, Protocol
 from experiments.grids.config import value_at
-from experiments.grids.grid import Grid, Trial
-from experiments.paper.tables import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count
-from experiments.report import interval
-from experiments.runner.grid_run import finished_trials
+from experiments.grids.grid import Trial
+from experiments.paper.tables import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count, counts_at_paper_setting, paper_rows
+from experiments.report.interval import half_width
+from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.images import open_data
@@ -92,14 +92,12 @@ class Measurement:
         return (), self.drop_half_width if field == "drop" else None
 
 
-def table_rows(
-    grid: Grid,
-    trials: Sequence[Trial],
-    results: Mapping[str, Result],
-    paper: Mapping[str, PaperRow],
-    counts: Mapping[str, san.Complexity | None],
-) -> list[TableRow]:
-    """The rows of a grid's table in the grid's order. `counts` has the model of each row."""
+def table_rows(grid_run: GridRun, results: Mapping[str, Result]) -> list[TableRow]:
+    """The rows of a grid's table in the grid's order, with the numbers of finished trials. Counts are those of the full-size
+    models if the grid is a table of the paper, otherwise of the trained ones."""
+    grid, trials = grid_run.grid, grid_run.trials
+    paper = {} if grid.table is None else paper_rows(grid.table)
+    counts = counts_of_trained(trials) if grid.table is None else counts_at_paper_setting(grid_run.full_size)
     configs = {trial.row: trial.config for trial in trials}
     settings = {row: {key: _setting(value_at(config, key)) for key in grid.product} for row, config in configs.items()}
     return [
@@ -113,7 +111,7 @@ def _setting(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def counts_of_trained(trials: Iterable[Trial]) -> dict[str, san.Complexity]:
+def counts_of_trained(trials: Iterable[Trial]) -> Mapping[str, san.Complexity]:
     """Parameters and FLOPs of every row's model, for the classes and the image size with which it is trained."""
     return {trial.row: count(trial.config.model.spec(), trial.config.data.size, class_count(trial)) for trial in trials}
 
@@ -139,7 +137,7 @@ def _table_row(
         id=row,
         paper_top1=paper.top1,
         top1=top1,
-        top1_half_width=_half_width(by_seed),
+        top1_half_width=half_width(by_seed),
         top1_by_seed=by_seed,
         difference=_minus(top1, paper.top1) if top1 is not None and is_papers_setting(row, trials) else None,
         top5=_mean([metrics["val/top5"] for metrics in finished if has_top5]),
@@ -222,12 +220,12 @@ def measurements(
             number=number,
             paper=theirs,
             ours=mean,
-            half_width=_half_width(values),
+            half_width=half_width(values),
             by_seed=values,
             difference=_minus(mean, theirs) if row in comparable else None,
             paper_drop=_minus(printed.get(f"{first.name}_{number}"), theirs) if has_drop else None,
             drop=_mean(drops),
-            drop_half_width=_half_width(drops),
+            drop_half_width=half_width(drops),
             seeds=len(values),
         )
 
@@ -243,11 +241,6 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _half_width(values: Sequence[float]) -> float | None:
-    spread = interval.of_mean(values)
-    return spread.half_width if spread else None
-
-
 def _minus(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one - other
 
@@ -260,40 +253,26 @@ MOST_ROWS = 42
 class GridReport:
     """Everything that a page shows of a grid."""
 
-    grid: Grid
-    name: str
-    caption: str
-    command: str
-    """The `san run` command that trains the grid."""
-    overrides: Sequence[str]
-    trials: Sequence[Trial]
+    grid_run: GridRun
     results: Mapping[str, Result]
     rows: Sequence[TableRow]
-    curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
-    """Epochs and values by content hash and metric."""
-    store: str
-    """Address of the tracker."""
-    samples: Sequence[AttentionSample]
     measurements: Sequence[Measurement]
     """The table of the grid's protocol, if it names one."""
-    profile_option: str = "digits"
-    """As in `GridRun`."""
-    confusions: Mapping[str, Confusion] = field(default_factory=dict)
+    curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
+    """Epochs and values by content hash and metric."""
+    samples: Sequence[AttentionSample]
+    confusions: Mapping[str, Confusion]
     """By row, summed over its finished seeds; empty for many classes."""
 
     @property
-    def profile(self) -> str:
-        return self.trials[0].profile
-
-    @property
     def finished(self) -> list[tuple[Trial, Result]]:
-        return finished_trials(self.trials, self.results)
+        return finished_trials(self.grid_run.trials, self.results)
 
     @property
     def families(self) -> dict[str, list[TableRow]]:
         """The rows by the family of their models."""
         families: dict[str, list[TableRow]] = {}
-        of_row = {trial.row: family(trial) for trial in self.trials}
+        of_row = {trial.row: family(trial) for trial in self.grid_run.trials}
         for row in self.rows:
             families.setdefault(of_row[row.id], []).append(row)
         return families

@@ -29,13 +29,12 @@ class Interval:
         return self.middle + self.half_width
 
 
-def of_mean(values: Sequence[float]) -> Interval | None:
-    """The interval of a mean by Student's t. None for fewer than three values: two values are clearer than an interval with a
-    t quantile of 12.7."""
+def half_width(values: Sequence[float]) -> float | None:
+    """Half of the interval of a mean by Student's t. None for fewer than three values: two values are clearer than an interval
+    with a t quantile of 12.7."""
     if len(values) < 3:
         return None
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(statistics.fmean(values), _quantile(len(values) - 1) * error)
+    return _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def of_difference(better: Sequence[float], worse: Sequence[float]) -> Interval | None:

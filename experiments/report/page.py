@@ -18,14 +18,15 @@ from experiments.evaluation.attention_samples import MOST_SAMPLES
 from experiments.evaluation.protocol import TITLES
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import merged
-from experiments.grids.grid import Grid, Trial
 from experiments.report import attention_plot, plots
 from experiments.report import data as report_data
+from experiments.report.build import setting
 from experiments.report.charts import cost_charts, curve_charts, plot_charts, robustness_charts
 from experiments.report.data import GridReport, Measurement, TableRow, grid_measurements
 from experiments.report.html import templates
 from experiments.report.plots import Chart
 from experiments.report.tables import MEASUREMENT_COLUMNS, Column, shown_columns, value_of
+from experiments.runner.grid_run import GridRun
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 
@@ -101,33 +102,33 @@ def page(report: GridReport) -> str:
         "shell_join": shlex.join,
     }
     environment.globals["icon"] = lambda style, salt: Markup(plots.icon(style, salt))
-    done, total = len(report.finished), len(report.trials)
+    grid_run = report.grid_run
+    done, total = len(report.finished), len(grid_run.trials)
     facts = [
-        f"profile {report.profile}",
+        f"profile {grid_run.profile}",
         f"all {total} trials finished" if done == total else f"{done} of {total} trials finished",
     ]
     if ended := max((result.ended for _, result in report.finished), default=0):
         facts.append(datetime.fromtimestamp(ended, UTC).strftime("last trial finished %Y-%m-%d %H:%M UTC"))
     return environment.get_template("page.html").render(
         report=report,
+        grid_run=grid_run,
+        store=grid_run.workspace.tracking_uri,
         colors=plots.COLORS,
-        caption=Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(report.caption)))),
+        caption=Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(setting(grid_run))))),
         facts=facts,
         protocol=_protocol_table(report.measurements) if report.measurements else None,
         other_protocols=_other_protocols(report),
-        seeds=Counter(trial.row for trial in report.trials),
+        seeds=Counter(trial.row for trial in grid_run.trials),
         robustness_section=_robustness_section(report),
         results=_results_table(report),
         sections=[section for section in (_plot_section(report), _cost_section(report), _curves_section(report)) if section],
         by_classes=_by_classes(report.confusions),
         most_samples=MOST_SAMPLES,
         most_channels=attention_plot.MOST_CHANNELS_OF_PAGE,
-        is_server=report.store.startswith(("http://", "https://")),
+        is_server=grid_run.workspace.tracking_uri.startswith(("http://", "https://")),
         **_facts(report),
-        row_commands={
-            row: commands_for_row(report.grid, row, report.trials, report.overrides, report.profile_option)
-            for row in report.shown_rows
-        },
+        row_commands={row: commands_for_row(grid_run, row) for row in report.shown_rows},
         commands_note=_limit_note(report, "a command on this page"),
     )
 
@@ -154,8 +155,8 @@ def _robustness_section(report: GridReport) -> Section | None:
 
 
 def _plot_section(report: GridReport) -> Section | None:
-    plot = report.grid.plot
-    charts = plot_charts(plot, report.trials, report.rows) if plot else []
+    plot = report.grid_run.grid.plot
+    charts = plot_charts(plot, report.grid_run.trials, report.rows) if plot else []
     if plot is None or not charts:
         return None
     styles = {name: style for chart in charts for name, style in chart.styles.items()}
@@ -171,7 +172,7 @@ def _cost_section(report: GridReport) -> Section | None:
 
 def _curves_section(report: GridReport) -> Section | None:
     groups = curve_charts(report)
-    has_seeds = len({trial.seed for trial in report.trials}) > 1
+    has_seeds = len({trial.seed for trial in report.grid_run.trials}) > 1
     note = "Lines show the mean over seeds, bands the range from lowest to highest." if has_seeds else ""
     note = (note + _limit_note(report, "curves")).strip()
     return Section("Training curves", groups[0], {}, note, groups[1:]) if groups else None
@@ -203,7 +204,7 @@ def _results_table(report: GridReport) -> HtmlTable:
     notes = [SPREAD] * _has(rows, "top1_half_width")
     notes += [NO_DIFFERENCE] * (_has(rows, "paper_top1") and not _has(rows, "difference"))
     caption = "Paper and ours" if _has(rows, "paper_top1") else "Ours"
-    counts = COUNTS.format("full-size" if report.grid.table else "trained")
+    counts = COUNTS.format("full-size" if report.grid_run.grid.table else "trained")
     body = {row.id: [row] * len(groups) for row in rows}
     return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, counts], "not finished")
 
@@ -229,9 +230,11 @@ def _protocol_table(measurements: Sequence[Measurement]) -> HtmlTable:
 
 def _other_protocols(report: GridReport) -> dict[str, HtmlTable]:
     """Tables of the protocols for which the trials have numbers although the grid names no protocol."""
-    if report.grid.robustness:
+    if report.grid_run.grid.robustness:
         return {}
-    by_protocol = {name: grid_measurements(protocol, report.trials, report.results, {}) for name, protocol in PROTOCOLS.items()}
+    by_protocol = {
+        name: grid_measurements(protocol, report.grid_run.trials, report.results, {}) for name, protocol in PROTOCOLS.items()
+    }
     return {name: _protocol_table(measured) for name, measured in by_protocol.items() if _has(measured, "ours")}
 
 
@@ -260,14 +263,15 @@ def _facts(report: GridReport) -> dict[str, Any]:
     return {"same_facts": {SAME[name]: value for name, value in same.items()}, "trial_facts": each}
 
 
-def commands_for_row(grid: Grid, row: str, trials: Sequence[Trial], overrides: Sequence[str], profile: str) -> str:
+def commands_for_row(grid_run: GridRun, row: str) -> str:
     """Shell commands that write a grid with only this row and train its trials, with the same keys."""
+    grid = grid_run.grid
     (row_of_page,) = (one for one in grid.rows if one.id == row)
     layers = merged(grid.base.model_dump(), row_of_page.model_dump(exclude={"id"}))
-    seeds = [trial.seed for trial in trials if trial.row == row]
+    seeds = [trial.seed for trial in grid_run.trials if trial.row == row]
     asked = {"question": grid.question} | ({"robustness": grid.robustness} if grid.robustness else {})
     content = {**asked, "seeds": seeds, "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}]}
     text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
     file = f"{row}.yaml"
-    command = shlex.join(["san", "run", file, "--profile", profile, *overrides])
+    command = shlex.join(["san", "run", file, "--profile", grid_run.profile_option, *grid_run.overrides])
     return f"cat > {shlex.quote(file)} <<'END'\n{text}END\n{command}"

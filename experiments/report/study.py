@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.grids.config import DataConfig
-from experiments.grids.grid import Grid, Trial
-from experiments.paper.tables import Claim, paper_claims, paper_rows
+from experiments.paper.tables import Claim, paper_claims
 from experiments.report import interval
 from experiments.report.charts import save_plot
-from experiments.report.data import TableRow, finished_metrics, table_rows
+from experiments.report.data import TableRow, table_rows
 from experiments.report.interval import Interval
 from experiments.report.tables import ACCURACY, Table, grid_table
-from experiments.runner.grid_run import finished_trials
+from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.tracking import Result
 
 CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive", "open"
@@ -29,18 +28,15 @@ CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive
 class Section:
     """One of the paper's tables, and what was trained of it."""
 
-    grid: Grid
-    trials: Sequence[Trial]
+    grid_run: GridRun
+    results: Mapping[str, Result]
+    """By content hash; may hold other grids' too."""
     rows: Sequence[TableRow]
-    top1: Mapping[str, Sequence[float]]
-    """Of each row, one value per finished seed."""
-    seconds: Mapping[str, float]
-    """How long each finished trial took, by content hash."""
 
     @property
     def table(self) -> str:
         """The paper's name of it."""
-        return str(self.grid.table)
+        return str(self.grid_run.grid.table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +58,19 @@ class Finding:
         return CONFIRMED if self.gap.low > 0 else REVERSED
 
 
-def section_of(grid: Grid, trials: Sequence[Trial], results: Mapping[str, Result]) -> Section:
-    """The section of a grid that is a table of the paper; `results` by content hash may hold other grids' too."""
-    assert grid.table is not None, "the study is made of tables of the paper"
-    rows = table_rows(grid, trials, results, paper_rows(grid.table), counts={})
-    top1 = {row.id: [metrics["val/top1"] for metrics in finished_metrics(row.id, trials, results)] for row in grid.rows}
-    seconds = {trial.key: result.seconds for trial, result in finished_trials(trials, results)}
-    return Section(grid, trials, rows, top1, seconds)
+def section_of(grid_run: GridRun, results: Mapping[str, Result]) -> Section:
+    """The section of a grid that is a table of the paper."""
+    return Section(grid_run, results, table_rows(grid_run, results))
 
 
 def findings(section: Section) -> list[Finding]:
     """The paper's orderings of a section, in the order of its claims."""
-    result = []
-    printed = {row.id: row.paper_top1 for row in section.rows}
+    result, rows = [], {row.id: row for row in section.rows}
     for claim in paper_claims()[section.table]:
-        better, worse = printed[claim.better], printed[claim.worse]
-        assert better is not None and worse is not None, "every row of an ablation table has a printed top-1"
-        gap = interval.of_difference(section.top1[claim.better], section.top1[claim.worse])
-        result.append(Finding(claim, better - worse, gap))
+        better, worse = rows[claim.better], rows[claim.worse]
+        assert better.paper_top1 is not None and worse.paper_top1 is not None, "every row of an ablation table has a top-1"
+        gap = interval.of_difference(better.top1_by_seed, worse.top1_by_seed)
+        result.append(Finding(claim, better.paper_top1 - worse.paper_top1, gap))
     return result
 
 
@@ -92,22 +83,24 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
     files = [path]
     page = [_header(sections, train_images, val_images), _summary(sections)]
     for section in sections:
-        page += [f"## {section.table.capitalize()}", section.grid.question]
+        grid, trials = section.grid_run.grid, section.grid_run.trials
+        page += [f"## {section.table.capitalize()}", grid.question]
         if any(row.top1 is not None for row in section.rows):
             files.append(path.with_name(f"study-{section.table}.png"))
-            save_plot(section.grid.plot, section.trials, section.rows, section.grid.question, files[-1])
-            page.append(f"![{section.grid.question} Our results next to those in the paper]({files[-1].name})")
+            save_plot(grid.plot, trials, section.rows, grid.question, files[-1])
+            page.append(f"![{grid.question} Our results next to those in the paper]({files[-1].name})")
         page += [grid_table(section.rows, ACCURACY).markdown(), _orderings(findings(section))]
     path.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return files
 
 
 def _header(sections: Sequence[Section], train_images: int, val_images: int) -> str:
-    trials = [trial for section in sections for trial in section.trials]
+    trials = [trial for section in sections for trial in section.grid_run.trials]
     first, seeds = trials[0], len({trial.seed for trial in trials})
     config = first.config
     done = sum(row.seeds for section in sections for row in section.rows)
-    seconds = {key: spent for section in sections for key, spent in section.seconds.items()}
+    finished = [pair for section in sections for pair in finished_trials(section.grid_run.trials, section.results)]
+    seconds = {trial.key: result.seconds for trial, result in finished}
     resources, stages = config.resources, getattr(config.model.spec(), "num_stages", None) or 5
     cpus, gpus = resources.workers * resources.cpus, resources.workers * resources.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")

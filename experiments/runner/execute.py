@@ -5,26 +5,27 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cluster import concurrency
+from cluster import Placement, concurrency
 from experiments.errors import MachineError, UserError
 from experiments.grids.grid import Trial
-from experiments.runner.grid_run import GridRun, is_done, known_results, print_status
+from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
-from experiments.runner.plan import room, trials_that_fit
+from experiments.runner.plan import missing_measurements, room, to_train, trials_that_fit
 from experiments.runner.progress import Progress, duration
-from experiments.runs.claims import Claim, StopRequest, claimed_trials
+from experiments.runs.claims import StopRequest, claimed_trials
 from experiments.runs.retry import OUTAGE_TIMEOUT, retry
-from experiments.runs.store import ClaimedError, StorageError, Store, node_lock
+from experiments.runs.store import ClaimedError, StorageError, node_lock
 from experiments.runs.summary import read_top1
 from experiments.tracking import Result, TrackerError
 from experiments.training.device import require_gpu, training_device
 from experiments.training.trainer import run_trial
 from pipelines import DataError
+from san import CheckpointError
 
 if TYPE_CHECKING:
     from cluster.halving import Judge
@@ -32,15 +33,57 @@ if TYPE_CHECKING:
     from experiments.runner.restart import Restart
 
 
+def execute(grid_run: GridRun, address: str | None, describe: Callable[[Mapping[str, Result]], str]) -> dict[str, Result]:
+    """Trains the unfinished trials of a grid and measures what its protocol lacks. Returns the results.
+
+    `describe` writes the description of the grid in MLflow.
+
+    Raises:
+        UserError, ClusterError: the grid cannot run here; nothing was written.
+        KeyboardInterrupt: the user stopped the run; the next call resumes.
+    """
+    results = known_results(grid_run)
+    missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
+    done = sum(is_finished(results, trial) for trial in grid_run.wanted)
+    stopped = sum(is_done(grid_run, results, trial) for trial in grid_run.wanted) - done
+    equal = len(grid_run.wanted) - done - stopped - len(missing)
+    skipped = f", {done} already finished" if done else ""
+    skipped += f", {stopped} already stopped early" if stopped else ""
+    skipped += f", {equal} identical to another trial" if equal else ""
+    print_status(
+        f"grid {grid_run.name}, profile {grid_run.profile}: {len(grid_run.wanted)} trials{skipped}, {len(missing)} to train"
+    )
+    try:
+        if missing:
+            trained = train(grid_run, missing, address, describe(results))
+            results = retry(lambda: known_results(grid_run))
+            unsent = [missing[key].name for key in trained if not is_done(grid_run, results, missing[key])]
+            if unsent:
+                print_status(
+                    f"{', '.join(unsent)}: trained, but MLflow did not accept all results; "
+                    "run the same command again to send the rest"
+                )
+        if unmeasured := missing_measurements(grid_run, results):
+            measure(grid_run, unmeasured, address, describe(results))
+            results = retry(lambda: known_results(grid_run))
+    except TrackerError as error:
+        raise TrackerError(
+            f"{error}\ntrained trials are kept; run the same command again to resume and to send the missing results"
+        ) from None
+    return results
+
+
 def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, description: str) -> list[str]:
     """Trains trials that no other process is training, and describes the grid in MLflow. Returns the keys of the trials that
     did not fail."""
+    from cluster.interrupt import interruptible
     from cluster.session import alone, is_local, session  # imports Ray
     from experiments.runner.restart import Restart
 
-    start = time.monotonic()
+    start, store = time.monotonic(), grid_run.workspace.store
     on_this_machine = is_local(address)
     restart = Restart(grid_run, missing.values(), on_this_machine)
+    stop = StopRequest(store.with_outage_timeout(0), grid_run.full_name)  # training goes on while a bucket is away
     with session(address, restart) as resources, alone() if on_this_machine else nullcontext(True) as is_alone:
         if not is_alone:
             print_status(
@@ -53,30 +96,110 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
         if on_this_machine:
             training_device(grid_run.trials[0].config)
         print_status(room(grid_run, resources, at_once))
-        name = grid_run.title
-        with claimed_trials(grid_run.workspace.store, name, missing, grid_run.take_over) as (claimed, claim):
+        with claimed_trials(store, grid_run.full_name, missing, grid_run.take_over) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
                 print_status(f"skipped, because another `san run` is training the same trials: {', '.join(others)}")
             results = known_results(grid_run)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(grid_run, results, trial)}
-            with _early_stopping(grid_run, results) as should_continue:
-                outcomes = _sweep(grid_run, claimed, description, claim, should_continue, restart, start)
+            epochs = {key: trial.config.recipe.epochs for key, trial in claimed.items()}
+            progress = Progress({key: trial.name for key, trial in claimed.items()}, epochs, sys.stderr, start=start)
+
+            def ask_trials() -> None:
+                progress.interrupted()
+                stop.send()
+
+            stop.withdraw()  # that of a run that was killed
+            try:
+                with _early_stopping(grid_run, results) as should_continue, interruptible(ask_trials) as is_interrupted:
+                    train_one = functools.partial(
+                        run_trial, grid_run.workspace, should_continue=should_continue, should_stop=stop, grid_claim=claim
+                    )
+                    outcomes = _sweep(
+                        train_one,
+                        claimed,
+                        grid_run,
+                        grid_run.placement,
+                        progress,
+                        restart,
+                        description,
+                        non_retryable=(UserError, DataError, FloatingPointError),
+                        fatal=(MachineError, ClaimedError),
+                        is_interrupted=is_interrupted,
+                    )
+            except KeyboardInterrupt:
+                with suppress(TrackerError):
+                    grid_run.tracker.interrupted(claimed.values())
+                raise
+            finally:
+                stop.withdraw()
+            _conclude(grid_run, "trained", outcomes, missing, start)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
-                    _store_traceback(grid_run, missing[key], outcome.traceback)
                     retry(functools.partial(grid_run.tracker.failed, missing[key], outcome.error))
-    trained = [key for key, outcome in outcomes.items() if outcome.error is None]
-    failed = [missing[key].name for key, outcome in outcomes.items() if outcome.error is not None]
-    print_status(_summary("trained", len(trained), failed, time.monotonic() - start))
-    return trained
+    return [key for key, outcome in outcomes.items() if outcome.error is None]
 
 
-def _summary(done: str, finished: int, failed: Sequence[str], seconds: float) -> str:
-    """A summary such as `trained 3 of 4 trials in 2 min 40 s; failed: footprint9`."""
-    total = finished + len(failed)
-    text = f"{done} {finished}{f' of {total}' if failed else ''} {'trial' if total == 1 else 'trials'} in {duration(seconds)}"
-    return f"{text}; failed: {', '.join(failed)}" if failed else text
+def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None, description: str) -> None:
+    """Measures the robustness of trained trials and tracks each result at once. The arguments are as in `train`."""
+    from cluster.session import is_local, session  # imports Ray
+    from experiments.runner.restart import Restart
+
+    start, store, placement = time.monotonic(), grid_run.workspace.store, replace(grid_run.placement, workers=1)
+    trials = {key: task.trial for key, task in missing.items()}
+    restart = Restart(grid_run, trials.values(), is_local(address))
+    with (
+        session(address, restart) as resources,
+        claimed_trials(store, grid_run.full_name, trials, grid_run.take_over) as (claimed, _),
+    ):
+        tasks = {key: missing[key] for key in claimed}
+        at_once, protocol = min(concurrency(placement, resources), len(tasks)), grid_run.grid.robustness
+        print_status(f"robustness ({protocol}): {len(tasks)} trials to measure, {at_once} at a time, {placement} per trial")
+
+        def keep(task: MeasureTask, metrics: dict[str, float]) -> None:
+            retry(lambda: grid_run.tracker.add(task.run_id, metrics))
+
+        progress, errors = MeasureProgress(tasks, keep, sys.stderr), (UserError, DataError, CheckpointError)
+        outcomes = _sweep(measure_trial, tasks, grid_run, placement, progress, restart, description, non_retryable=errors)
+        _conclude(grid_run, "measured", outcomes, trials, start)
+
+
+def _sweep(
+    function: Callable[..., object],
+    values: Mapping[str, Any],
+    grid_run: GridRun,
+    placement: Placement,
+    progress: Progress | MeasureProgress,
+    restart: Restart,
+    description: str,
+    **options: Any,
+) -> dict[str, Outcome]:
+    """Prepares the grid's page in MLflow and a folder for Ray's files, and sweeps over `values`."""
+    from cluster.sweep import sweep  # imports Ray Tune and Train
+
+    prepare(grid_run, description)
+    grid_run.tracker.begin()
+    restart.has_advanced = progress.has_advanced
+    store, folder = grid_run.workspace.store, f"sweeps/{grid_run.full_name}"
+    store.delete_folder(folder)  # that of a run that was killed
+    try:
+        outcomes = sweep(function, values, placement, storage=store.uri(folder), observer=progress, **options)
+    finally:
+        progress.close()
+    with suppress(StorageError):
+        store.delete_folder(folder)
+    return outcomes
+
+
+def _conclude(grid_run: GridRun, verb: str, outcomes: Mapping[str, Outcome], trials: Mapping[str, Trial], start: float) -> None:
+    """Stores the tracebacks of failed trials, and prints `trained 3 of 4 trials in 2 min 40 s; failed: footprint9`."""
+    failed = [key for key, outcome in outcomes.items() if outcome.error is not None]
+    for key in failed:
+        _store_traceback(grid_run, trials[key], outcomes[key].traceback)
+    total = len(outcomes)
+    number = f"{total - len(failed)}{f' of {total}' if failed else ''} {'trial' if total == 1 else 'trials'}"
+    names = f"; failed: {', '.join(trials[key].name for key in failed)}" if failed else ""
+    print_status(f"{verb} {number} in {duration(time.monotonic() - start)}{names}")
 
 
 @contextmanager
@@ -101,104 +224,6 @@ def prepare(grid_run: GridRun, description: str) -> None:
     with node_lock(grid_run.workspace.store.folder, "mlflow", OUTAGE_TIMEOUT):  # two grids may be the first in a store
         grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
         grid_run.tracker.describe(description)
-
-
-def _sweep(
-    grid_run: GridRun,
-    missing: dict[str, Trial],
-    description: str,
-    claim: Claim,
-    should_continue: Judge | None,
-    restart: Restart,
-    start: float,
-) -> dict[str, Outcome]:
-    from cluster.interrupt import interruptible
-    from cluster.sweep import sweep  # imports Ray Tune and Train
-
-    prepare(grid_run, description)
-    grid_run.tracker.begin()
-    names = {key: trial.name for key, trial in missing.items()}
-    progress = Progress(names, {key: trial.config.recipe.epochs for key, trial in missing.items()}, sys.stderr, start=start)
-    restart.has_advanced = progress.has_advanced
-    store = grid_run.workspace.store.with_outage_timeout(0)  # training goes on while a bucket is away
-    stop = StopRequest(store, grid_run.title)
-    stop.withdraw()  # that of a run that was killed
-
-    def ask_trials() -> None:
-        progress.interrupted()
-        stop.send()
-
-    try:
-        with (
-            _sweep_storage(grid_run.workspace.store, grid_run.title) as storage,
-            interruptible(ask_trials) as is_interrupted,
-        ):
-            train_one = functools.partial(
-                run_trial, grid_run.workspace, should_continue=should_continue, should_stop=stop, grid_claim=claim
-            )
-            return sweep(
-                train_one,
-                missing,
-                grid_run.placement,
-                storage=storage,
-                observer=progress,
-                non_retryable=(UserError, DataError, FloatingPointError),
-                fatal=(MachineError, ClaimedError),
-                is_interrupted=is_interrupted,
-            )
-    except KeyboardInterrupt:
-        with suppress(TrackerError):
-            grid_run.tracker.interrupted(missing.values())
-        raise
-    finally:
-        progress.close()
-        stop.withdraw()
-
-
-@contextmanager
-def _sweep_storage(store: Store, name: str) -> Iterator[str]:
-    """Location for Ray's files of a sweep; deletes those of an earlier, killed run."""
-    folder = f"sweeps/{name}"
-    store.delete_folder(folder)
-    yield store.uri(folder)
-    with suppress(StorageError):
-        store.delete_folder(folder)
-
-
-def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None, description: str) -> None:
-    """Measures the robustness of trained trials and tracks each result at once. The arguments are as in `train`."""
-    from cluster.session import is_local, session  # imports Ray
-    from cluster.sweep import sweep
-    from experiments.runner.restart import Restart
-
-    start, placement, name = time.monotonic(), replace(grid_run.placement, workers=1), grid_run.title
-
-    def keep(task: MeasureTask, metrics: dict[str, float]) -> None:
-        retry(lambda: grid_run.tracker.add(task.run_id, metrics))
-
-    trials = {key: task.trial for key, task in missing.items()}
-    restart = Restart(grid_run, trials.values(), is_local(address))
-    store = grid_run.workspace.store
-    with session(address, restart) as resources, claimed_trials(store, name, trials, grid_run.take_over) as (claimed, _):
-        values = {key: missing[key] for key in claimed}
-        at_once = min(concurrency(placement, resources), len(values))
-        protocol = grid_run.grid.robustness
-        print_status(f"robustness ({protocol}): {len(values)} trials to measure, {at_once} at a time, {placement} per trial")
-        prepare(grid_run, description)
-        grid_run.tracker.begin()
-        watch = MeasureProgress(values, keep, sys.stderr)
-        restart.has_advanced = watch.has_advanced
-        try:
-            with _sweep_storage(store, name) as storage:
-                non_retryable = (UserError, DataError)
-                outcomes = sweep(measure_trial, values, placement, storage=storage, observer=watch, non_retryable=non_retryable)
-        finally:
-            watch.close()
-    failed = [key for key, outcome in outcomes.items() if outcome.error is not None]
-    for key in failed:
-        _store_traceback(grid_run, missing[key].trial, outcomes[key].traceback)
-    names = [missing[key].trial.name for key in failed]
-    print_status(_summary("measured", len(outcomes) - len(failed), names, time.monotonic() - start))
 
 
 def _store_traceback(grid_run: GridRun, trial: Trial, text: str) -> None:

@@ -56,8 +56,8 @@ class GridRun:
     """Whether this command replaces the claim of another one, in a bucket."""
 
     @property
-    def title(self) -> str:
-        """Name of the folder of the report, of the run in MLflow and of the claim."""
+    def full_name(self) -> str:
+        """Name of the grid's parent run in MLflow, its claim and its folder of results."""
         return f"{self.name}-{self.profile}"
 
     @property
@@ -83,7 +83,7 @@ class GridRun:
 
 
 def open_grid_run(
-    path: Path,
+    grid: Path,
     profile: str,
     overrides: Sequence[str],
     runs: str | Path | None = None,
@@ -106,8 +106,8 @@ def open_grid_run(
     workspace = open_workspace(runs)
     workspace.store.check()
     name = _with_overrides(profile_path(profile).stem, overrides)
-    expanded = expand(path, profile, overrides, table_names(), imports=imports)
-    _require_rows(path, only, expanded.configs)
+    expanded = expand(grid, profile, overrides, table_names(), imports=imports)
+    _require_rows(grid, only, expanded.configs)
     configs = expanded.configs
     if not writes:
         configs = {row: config.model_copy(update={"data": without_writing(config.data)}) for row, config in configs.items()}
@@ -117,13 +117,13 @@ def open_grid_run(
         try:
             loaders(config, seed=0, rank=0, world=config.resources.workers)
         except UserError as error:
-            raise UserError(f"{path}: row {row}: {error}") from None
+            raise UserError(f"{grid}: row {row}: {error}") from None
     digests = {init: init_digest(init) for init in {config.recipe.init for config in configs.values()}}
     tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in configs.items() if c.recipe.init is not None}
-    for done in dict.fromkeys(_initialized(path, row, config, digests) for row, config in tuned.values()):
+    for done in dict.fromkeys(_initialized(grid, row, config, digests) for row, config in tuned.values()):
         print_status(done)
     trials = tuple(
-        Trial(path.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
+        Trial(grid.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
         for row, config in configs.items()
         for seed in (expanded.grid.seeds_of(row) if seeds is None else range(seeds))
     )
@@ -131,11 +131,19 @@ def open_grid_run(
         if scaling is not None:
             print_status(scaling)
     options = [*(f"--only={row}" for row in only), *(f"--import={file}" for file in imports)]
-    command = _run_command(path, profile, [*overrides, *options], seeds)
-    given = None if runs is None else str(runs)
-    grid, full_size = expanded.grid, expanded.full_size
     return GridRun(
-        path.stem, name, grid, trials, full_size, workspace, tuple(overrides), command, given, profile, only, take_over
+        name=grid.stem,
+        profile=name,
+        grid=expanded.grid,
+        trials=trials,
+        full_size=expanded.full_size,
+        workspace=workspace,
+        overrides=tuple(overrides),
+        command=_run_command(grid, profile, [*overrides, *options], seeds),
+        runs=None if runs is None else str(runs),
+        profile_option=profile,
+        only=only,
+        take_over=take_over,
     )
 
 
@@ -180,10 +188,7 @@ def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int 
 
 def known_results(grid_run: GridRun) -> dict[str, Result]:
     """What is in the tracker already; a local database that does not exist yet is not made by looking."""
-    if not has_store(grid_run.workspace.tracking_uri):
-        return {}
-    grid_run.tracker.check()
-    return grid_run.tracker.results()
+    return grid_run.tracker.results() if has_store(grid_run.workspace.tracking_uri) else {}
 
 
 def finished_results(grid_run: GridRun) -> dict[str, Result]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TextIO
 
 from experiments.evaluation.evaluate import open_checkpoint, open_images
 from experiments.evaluation.protocol import Condition, measured, percentages
-from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.grid import ProtocolName, Trial
+from experiments.grids.grid import Trial
 from experiments.grids.imports import import_sources
 from experiments.runner.progress import SECONDS_BETWEEN_LINES, Display
 from experiments.runs.workspace import Workspace
-from experiments.tracking import Result
 from experiments.training.checkpoint import last_of
 from experiments.training.trainer import kept_log, logging_to
 
@@ -33,29 +31,7 @@ class MeasureTask:
     trial: Trial
     run_id: str
     """The trial's run in the tracker."""
-    protocol: ProtocolName
-    missing: tuple[str, ...]
-    """Names of the missing conditions."""
-
-    @property
-    def name(self) -> str:
-        return self.trial.name
-
-    @property
-    def conditions(self) -> tuple[Condition, ...]:
-        return tuple(condition for condition in PROTOCOLS[self.protocol].conditions if condition.name in self.missing)
-
-
-def pending_tasks(
-    workspace: Workspace, protocol: ProtocolName, finished: Iterable[tuple[Trial, Result]]
-) -> dict[str, MeasureTask]:
-    """The missing measurements of trained trials, by key; complete trials are left out."""
-    tasks = {}
-    for trial, result in finished:
-        missing = tuple(condition.name for condition in PROTOCOLS[protocol].missing(result.metrics))
-        if missing:
-            tasks[trial.key] = MeasureTask(workspace, trial, result.run_id, protocol, missing)
-    return tasks
+    conditions: tuple[Condition, ...]
 
 
 def measure_trial(task: MeasureTask, report: Report) -> None:
@@ -63,7 +39,8 @@ def measure_trial(task: MeasureTask, report: Report) -> None:
     the finished fraction, or the metrics of the finished condition.
 
     Raises:
-        UserError: the checkpoint cannot be used, or memory does not suffice.
+        CheckpointError: the checkpoint cannot be used.
+        UserError: memory does not suffice.
         DataError: an image cannot be used.
     """
     workspace, config = task.workspace, task.trial.config
@@ -98,12 +75,8 @@ class MeasureProgress:
         self, tasks: Mapping[str, MeasureTask], keep: Callable[[MeasureTask, dict[str, float]], None], out: TextIO
     ) -> None:
         self.tasks, self.keep, self.display, self.start = tasks, keep, Display(out), time.monotonic()
-        self.left = self.total = sum(len(task.missing) for task in tasks.values())
+        self.left = self.total = sum(len(task.conditions) for task in tasks.values())
         self.running: dict[str, tuple[str, str]] = {}
-
-    def __getstate__(self) -> dict[str, object]:
-        """Nothing: Ray pickles the observer of a sweep for a restart that never happens."""
-        return {}
 
     def started(self, key: str) -> None:
         """Does nothing: the first condition is reported soon."""
@@ -111,9 +84,9 @@ class MeasureProgress:
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         task, values = self.tasks[key], dict(metrics)
         condition = task.conditions[int(values.pop("condition"))]
-        what = f"{task.name} {condition.name}"
+        what = f"{task.trial.name} {condition.name}"
         if "done" in values:
-            self.running[key] = task.name, f"{condition.name} {values['done']:.0%}"
+            self.running[key] = task.trial.name, f"{condition.name} {values['done']:.0%}"
             if self.display.live is None:
                 self._write(f"{what}: {values['done']:.0%}")
         else:
@@ -123,12 +96,12 @@ class MeasureProgress:
         self._show()
 
     def failed(self, key: str, reason: str) -> None:
-        self._write(f"{self.tasks[key].name} failed and will be retried: {reason}")
+        self._write(f"{self.tasks[key].trial.name} failed and will be retried: {reason}")
 
     def finished(self, outcome: Outcome) -> None:
         self.running.pop(outcome.key, None)
         if outcome.error is not None:
-            self._write(f"{self.tasks[outcome.key].name} FAILED: {outcome.error}")
+            self._write(f"{self.tasks[outcome.key].trial.name} FAILED: {outcome.error}")
         self._show()
 
     def waiting(self, reason: str) -> None:

@@ -8,11 +8,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from cluster import ClusterError, Placement, Resources, concurrency, workers_that_fit
+from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import Trial
 from experiments.paper.tables import count, note_on_missing_rows
 from experiments.runner.estimate import Estimator, Hours
 from experiments.runner.grid_run import GridRun, finished_trials, is_done, known_results
-from experiments.runner.measure import MeasureTask, pending_tasks
+from experiments.runner.measure import MeasureTask
 from experiments.runner.progress import duration
 from experiments.tracking import Result
 from experiments.training.images import open_data
@@ -76,12 +77,13 @@ def to_train(grid_run: GridRun, results: Mapping[str, Result]) -> list[tuple[Tri
 
 
 def missing_measurements(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, MeasureTask]:
-    """The measurements of the grid's protocol that finished trials lack."""
-    return (
-        pending_tasks(grid_run.workspace, grid_run.grid.robustness, finished_trials(grid_run.wanted, results))
-        if grid_run.grid.robustness
-        else {}
-    )
+    """What finished trials lack of the grid's protocol, by key; complete trials are left out."""
+    tasks = {}
+    if grid_run.grid.robustness is not None:
+        for trial, result in finished_trials(grid_run.wanted, results):
+            if missing := PROTOCOLS[grid_run.grid.robustness].missing(result.metrics):
+                tasks[trial.key] = MeasureTask(grid_run.workspace, trial, result.run_id, missing)
+    return tasks
 
 
 def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: str | None) -> tuple[list[str], bool]:
@@ -89,9 +91,8 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
     run."""
     from cluster.session import is_local, session, this_machine  # imports Ray
 
-    missing = {
-        trial.key: trial for trial in reversed(planned) if not _is_settled(trial)
-    }  # the first of equal ones has the hours
+    unfinished = [trial for trial in planned if not trial.finished and trial.stopped_at is None]
+    missing = {trial.key: trial for trial in reversed(unfinished)}  # the first of equal ones has the hours
     train, val = open_data(grid_run.trials[0].config.data)
     size = grid_run.trials[0].config.data.size
     images = f"{len(train):,} training and {len(val):,} validation images of {size}x{size} pixels"
@@ -162,10 +163,6 @@ def room(grid_run: GridRun, resources: Resources, at_once: int) -> str:
     if resources.grows:
         return f"{now} now: {room}; the autoscaler may add nodes while trials wait"
     return f"{now}: {room}"
-
-
-def _is_settled(trial: PlannedTrial) -> bool:
-    return trial.finished or trial.stopped_at is not None
 
 
 def _in_hours(missing: Collection[PlannedTrial], at_once: int | None) -> list[str]:

@@ -27,10 +27,6 @@ class Display:
     def __init__(self, out: TextIO) -> None:
         self.out, self.live = out, self._live(out)
 
-    def __getstate__(self) -> dict[str, object]:
-        """Nothing: Ray pickles the observer of a sweep for a restart that never happens."""
-        return {}
-
     @staticmethod
     def _live(out: TextIO) -> Any:
         """The bar and rows; None without a terminal that can redraw lines."""

@@ -40,7 +40,6 @@ class S3Store(Store):
     outage_timeout: float = 0.0
     """Seconds; see `with_outage_timeout`."""
     shared: ClassVar[bool] = False
-    remedy: ClassVar[str] = "check the bucket"
 
     @staticmethod
     def parse(uri: str) -> S3Store:

@@ -32,8 +32,6 @@ class Store(Protocol):
 
     shared: ClassVar[bool]
     """Whether `folder` is the same for all nodes."""
-    remedy: ClassVar[str]
-    """What to do if a file cannot be written, for messages."""
 
     @property
     def folder(self) -> Path:
@@ -124,7 +122,6 @@ class LocalStore(Store):
 
     root: Path
     shared: ClassVar[bool] = True
-    remedy: ClassVar[str] = "check the disk"
 
     @property
     def folder(self) -> Path:
@@ -199,4 +196,4 @@ class LocalStore(Store):
             return True
 
     def _failure(self, name: str, what: str, error: OSError) -> StorageError:
-        return StorageError(f"{self.uri(name)}: cannot {what} ({error.strerror}); {self.remedy}, then run the command again")
+        return StorageError(f"{self.uri(name)}: cannot {what} ({error.strerror}); check the disk, then run the command again")

@@ -9,8 +9,7 @@ from experiments.errors import UserError
 from experiments.runs.claims import require_idle
 from experiments.runs.workspace import Workspace
 from experiments.tracking.listing import Listed, list_runs
-from experiments.tracking.store import pages, usable
-from experiments.tracking.tracker import Tracker
+from experiments.tracking.store import open_client, pages, usable
 
 
 def find_trials(uri: str, names: Iterable[str]) -> list[Listed]:
@@ -33,7 +32,7 @@ def delete_trials(workspace: Workspace, trials: Sequence[Listed]) -> None:
     Raises:
         ClaimedError: a trial is being trained; the trials before it are deleted.
     """
-    client, store = Tracker(workspace.tracking_uri, "", "").client, workspace.store
+    client, store = open_client(workspace.tracking_uri), workspace.store
     for key in dict.fromkeys(run.key for run in trials):
         require_idle(store, key)
         with usable(workspace.tracking_uri):

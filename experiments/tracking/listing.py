@@ -9,8 +9,7 @@ from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
 from experiments.tracking.errors import TrackerError
-from experiments.tracking.store import pages, usable
-from experiments.tracking.tracker import Tracker
+from experiments.tracking.store import open_client, pages, usable
 
 STATES = {"KILLED": "interrupted"}
 """Our names for statuses of MLflow, if they differ."""
@@ -42,15 +41,15 @@ def list_runs(uri: str, grid: str | None) -> list[Listed]:
     Raises:
         TrackerError: the store cannot be used, or has no such grid.
     """
-    tracker = Tracker(uri, grid or "", "")
+    client = open_client(uri)
     with usable(uri):
-        experiments = pages(tracker.client.search_experiments)
+        experiments = pages(client.search_experiments)
         if grid is not None:
             experiments = [experiment for experiment in experiments if experiment.name == grid]
             if not experiments:
                 raise TrackerError(f"MLflow at {uri} has no runs of grid {grid!r}; list the runs of all grids with `san runs`")
         everywhere = [experiment.experiment_id for experiment in experiments]
-        runs = pages(tracker.client.search_runs, everywhere, "tags.`san.role` = 'trial'")
+        runs = pages(client.search_runs, everywhere, "tags.`san.role` = 'trial'")
     return sorted(map(_listed, runs), key=lambda listed: listed.age)
 
 
@@ -60,7 +59,7 @@ def trial_key(uri: str, run_id: str) -> str:
     Raises:
         TrackerError: the store cannot be used, or has no such run of a trial.
     """
-    client = Tracker(uri, "", "").client
+    client = open_client(uri)
     with usable(uri):
         try:
             key = client.get_run(run_id).data.tags.get("san.trial")

@@ -23,8 +23,8 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from experiments.grids.grid import Trial
 from experiments.runs.summary import Epoch
 from experiments.tracking.errors import TrackerError
-from experiments.tracking.store import pages, usable
-from experiments.tracking.tracker import Tracker, dataset_inputs
+from experiments.tracking.store import open_client, pages, usable
+from experiments.tracking.tracker import dataset_inputs
 from san import pyfunc, save_checkpoint
 from san.models.base import BaseModel
 
@@ -115,7 +115,7 @@ def model_key(uri: str, name: str) -> str:
     if parts is None:
         raise TrackerError(f"{name}: not a registered model; expected models:/NAME/VERSION or models:/NAME@ALIAS")
     model, version, alias = parts.groups()
-    client = Tracker(uri, "", "").client
+    client = open_client(uri)
     with usable(uri):
         try:
             registered = (

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
 from sqlalchemy.exc import SQLAlchemyError
 
 from experiments.tracking.errors import TrackerError
 
 PAGE = 1000  # number of runs, experiments or versions per request
 UNUSABLE = (MlflowException, SQLAlchemyError, OSError)  # raised if the store cannot be reached or rejects a request
+
+
+def open_client(uri: str) -> MlflowClient:
+    """MLflow's client, with fewer messages.
+
+    Raises:
+        TrackerError: the address is not that of a tracking store.
+    """
+    logging.getLogger("alembic").setLevel(logging.ERROR)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # `usable` raises a shorter message
+    with usable(uri):
+        return MlflowClient(tracking_uri=uri)
 
 
 def pages(search: Callable[..., Any], *what: object) -> list[Any]:

@@ -6,13 +6,12 @@ any grid is not trained again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -25,13 +24,15 @@ from experiments.grids.grid import Grid, Trial
 from experiments.runs.provenance import environment, git_commit, machine, versions
 from experiments.runs.summary import Epoch, best_of
 from experiments.tracking.result import Result
-from experiments.tracking.store import pages, usable
+from experiments.tracking.store import open_client, pages, usable
 from san import Complexity
 
 BATCH = 100
 """MLflow's maximum number of parameters or tags per request."""
 EPOCHS = 50
 """Epochs per request; MLflow allows 1000 metrics."""
+TRIALS = "tags.`san.role` = 'trial'"
+"""Selects the runs of trials."""
 
 
 class Tracker:
@@ -44,21 +45,8 @@ class Tracker:
     """
 
     def __init__(self, uri: str, grid: str, profile: str) -> None:
-        logging.getLogger("alembic").setLevel(logging.ERROR)
-        logging.getLogger("mlflow").setLevel(logging.WARNING)
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # `usable` raises a shorter message
         self.uri, self.grid, self.profile = uri, grid, profile
-        with usable(uri):
-            self.client = MlflowClient(tracking_uri=uri)
-
-    def check(self) -> None:
-        """Checks that the tracking store can be used.
-
-        Raises:
-            TrackerError: no server responds, or the URI is not an MLflow store.
-        """
-        with usable(self.uri):
-            self.client.get_experiment_by_name(self.grid)
+        self.client = open_client(uri)
 
     def prepare(self, grid: Grid, artifacts: Path) -> None:
         """Creates the database, the experiment and the parent run if they are missing. Must precede all writes of workers.
@@ -75,7 +63,7 @@ class Tracker:
             tags = {"mlflow.runName": f"{self.grid}-{self.profile}", "san.grid": self.grid, "san.profile": self.profile}
             note = f"{grid.question} Table `{grid.table}` of the paper." if grid.table else grid.question
             tags |= {"san.role": "grid", "mlflow.note.content": note}
-            self.client.create_run(self._experiment_id(), tags=tags)
+            self.client.create_run(self._experiment().experiment_id, tags=tags)
 
     def begin(self) -> None:
         """Marks the parent run as running; after `prepare`."""
@@ -98,14 +86,14 @@ class Tracker:
         """
         with usable(self.uri):
             # Unfinished runs first: a run that finishes in the meantime is then found below.
-            unfinished = self._own("and attributes.status != 'FINISHED'")
-            experiments = pages(self.client.search_experiments)
-            everywhere = {experiment.experiment_id: experiment.name for experiment in experiments}
-            finished = self._runs(list(everywhere), "tags.`san.role` = 'trial' and attributes.status = 'FINISHED'")
-            stopped = self._stopped(list(everywhere))
-            me = self.grid, self.profile
-            finished.sort(key=lambda run: (everywhere[run.info.experiment_id], run.data.tags["san.profile"]) == me)
-        return unfinished | stopped | _by_key(finished)
+            own = self.client.get_experiment_by_name(self.grid)
+            unfinished = self._search(f"{TRIALS} and attributes.status != 'FINISHED'") if own else []
+            finished = self._anywhere(f"{TRIALS} and attributes.status = 'FINISHED'")
+            stopped = self._anywhere(f"{TRIALS} and tags.`san.stopped_at` != ''")
+        me = own and own.experiment_id, self.profile
+        finished.sort(key=lambda run: (run.info.experiment_id, run.data.tags["san.profile"]) == me)
+        stopped = [run for run in stopped if self._has_stopped(run)]
+        return {run.data.tags["san.trial"]: self._result(run) for run in (*unfinished, *stopped, *finished)}
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
         """Epochs (from 1) and values of a metric, in order."""
@@ -120,7 +108,10 @@ class Tracker:
             TrackerError: the tracking server does not respond.
         """
         with usable(self.uri):
-            runs = self._find(trial, anywhere=resumed)
+            where = f"tags.`san.trial` = '{trial.key}'"
+            runs = self._search(where)
+            if resumed and not runs:
+                runs = sorted(self._anywhere(where), key=lambda run: -run.info.start_time)
             workers = str(trial.config.resources.workers)
             if runs:
                 self.client.update_run(runs[0].info.run_id, status="RUNNING")
@@ -147,7 +138,7 @@ class Tracker:
                 "san.versions": versions(),
                 "san.machine": machine(),
             }
-            run = self.client.create_run(self._experiment_id(), tags=tags)
+            run = self.client.create_run(self._experiment().experiment_id, tags=tags)
             return TrialRun(self.uri, self.client, run.info.run_id)
 
     def failed(self, trial: Trial, error: str) -> None:
@@ -162,7 +153,7 @@ class Tracker:
         with usable(self.uri):
             if (parent := self._parent()) is not None:
                 self.client.set_terminated(parent.info.run_id, status="KILLED")
-            for run in self._anywhere("tags.`san.role` = 'trial' and attributes.status = 'RUNNING'"):
+            for run in self._anywhere(f"{TRIALS} and attributes.status = 'RUNNING'"):
                 if run.data.tags["san.trial"] in keys:
                     self.client.set_terminated(run.info.run_id, status="KILLED")
 
@@ -172,29 +163,17 @@ class Tracker:
             TrialRun(self.uri, self.client, run_id).add(values)
 
     def log_report(self, files: Iterable[Path], complete: bool) -> None:
-        """Uploads new or changed report files to the parent run, and ends this run."""
+        """Uploads report files to the parent run, and ends this run."""
         with usable(self.uri):
-            parent = self._require_parent()
-            kept = json.loads(parent.data.tags.get("san.report", "{}"))
-            sent = {}
+            run_id = self._require_parent().info.run_id
             for file in files:
-                digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-                if kept.get(file.name) != digest:
-                    self.client.log_artifact(parent.info.run_id, str(file))
-                    sent[file.name] = digest
-            if sent:
-                self.client.set_tag(parent.info.run_id, "san.report", json.dumps(kept | sent))
-            status = "FINISHED" if complete else "FAILED"
-            if parent.info.status != status:
-                self.client.set_terminated(parent.info.run_id, status=status)
+                self.client.log_artifact(run_id, str(file))
+            self.client.set_terminated(run_id, status="FINISHED" if complete else "FAILED")
 
     def _experiment(self) -> Experiment:
         experiment = self.client.get_experiment_by_name(self.grid)
         assert experiment is not None, "prepare() creates the experiment first"
         return experiment
-
-    def _experiment_id(self) -> str:
-        return str(self._experiment().experiment_id)
 
     def _require_parent(self) -> Run:
         parent = self._parent()
@@ -205,58 +184,33 @@ class Tracker:
         parents = self._search("tags.`san.role` = 'grid'")
         return parents[0] if parents else None
 
-    def _own(self, where: str = "") -> dict[str, Result]:
-        """Runs of this grid and profile by content hash."""
-        if self.client.get_experiment_by_name(self.grid) is None:
-            return {}
-        return _by_key(self._search(f"tags.`san.role` = 'trial' {where}"))
-
-    def _stopped(self, experiments: list[str]) -> dict[str, Result]:
-        """Runs of any grid that this grid and profile stopped early."""
-        runs = [
-            run
-            for run in self._runs(experiments, "tags.`san.role` = 'trial' and tags.`san.stopped_at` != ''")
-            if run.data.tags.get("san.stopped_by") == f"{self.grid}-{self.profile}"
-        ]
-        at = {run.data.tags["san.trial"]: int(run.data.tags["san.stopped_at"]) for run in runs}
-        return {key: replace(result, stopped_at=at[key]) for key, result in _by_key(runs).items()}
-
-    def _find(self, trial: Trial, anywhere: bool) -> list[Run]:
-        """Runs of a trial in this grid; if there are none and `anywhere` is set, those of all grids, latest first."""
-        where = f"tags.`san.trial` = '{trial.key}'"
-        runs = self._search(where)
-        if runs or not anywhere:
-            return runs
-        return sorted(self._anywhere(where), key=lambda run: -run.info.start_time)
+    def _search(self, where: str) -> list[Run]:
+        """Runs of this grid and profile."""
+        experiments = [self._experiment().experiment_id]
+        return pages(self.client.search_runs, experiments, f"{where} and tags.`san.profile` = '{self.profile}'")
 
     def _anywhere(self, where: str) -> list[Run]:
         """Runs of any grid."""
-        return self._runs([experiment.experiment_id for experiment in pages(self.client.search_experiments)], where)
-
-    def _search(self, where: str) -> list[Run]:
-        """Runs of this grid and profile."""
-        return self._runs([self._experiment_id()], f"{where} and tags.`san.profile` = '{self.profile}'")
-
-    def _runs(self, experiments: list[str], where: str) -> list[Run]:
+        experiments = [experiment.experiment_id for experiment in pages(self.client.search_experiments)]
         return pages(self.client.search_runs, experiments, where)
 
+    def _has_stopped(self, run: Run) -> bool:
+        """Whether early stopping of this grid and profile ended a run."""
+        return run.data.tags.get("san.stopped_by") == f"{self.grid}-{self.profile}"
 
-def _by_key(runs: Iterable[Run]) -> dict[str, Result]:
-    return {run.data.tags["san.trial"]: _result(run) for run in runs}
-
-
-def _result(run: Run) -> Result:
-    ended = run.info.end_time or run.info.start_time
-    return Result(
-        run.info.run_id,
-        run.info.status == "FINISHED",
-        dict(run.data.metrics),
-        (ended - run.info.start_time) / 1000,
-        ended / 1000,
-        dict(run.data.params),
-        tags=dict(run.data.tags),
-        experiment_id=run.info.experiment_id,
-    )
+    def _result(self, run: Run) -> Result:
+        ended = run.info.end_time or run.info.start_time
+        return Result(
+            run.info.run_id,
+            run.info.status == "FINISHED",
+            dict(run.data.metrics),
+            (ended - run.info.start_time) / 1000,
+            ended / 1000,
+            dict(run.data.params),
+            stopped_at=int(run.data.tags["san.stopped_at"]) if self._has_stopped(run) else None,
+            tags=dict(run.data.tags),
+            experiment_id=run.info.experiment_id,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +239,7 @@ class TrialRun:
             "flops_paper": complexity.flops_paper,
             "flops_actual": complexity.flops_actual,
         }
-        self._log(counts, 0, int(time.time() * 1000))
+        self.add(counts)
 
     def tag(self, tags: Mapping[str, str]) -> None:
         """Sets tags about the latest start, because a trial may resume on another machine."""
@@ -327,11 +281,13 @@ class TrialRun:
             "summary/images_per_second": images * len(history) / (3600 * hours),
             "summary/training_hours": hours,
         }
-        self._log(values, 0, at)  # at step 0, MLflow draws bars
+        self.add(values, at)
 
-    def add(self, values: Mapping[str, float]) -> None:
-        """Logs measurements of the trained network."""
-        self._log(values, 0, int(time.time() * 1000))
+    def add(self, values: Mapping[str, float], at: int | None = None) -> None:
+        """Logs numbers of the trained network. `at` is in milliseconds since 1970, by default now."""
+        at = int(time.time() * 1000) if at is None else at
+        # At step 0, MLflow draws bars.
+        self.client.log_batch(self.run_id, metrics=[Metric(key, value, at, 0) for key, value in values.items()])
 
     def finish(self, error: str | None = None) -> None:
         """Ends the run. With an error, marks the run as failed and stores the message."""
@@ -343,9 +299,6 @@ class TrialRun:
         """Ends the run early after `epoch` epochs; `by` is the grid and profile."""
         self.client.log_batch(self.run_id, tags=[RunTag("san.stopped_by", by), RunTag("san.stopped_at", str(epoch))])
         self.client.set_terminated(self.run_id, status="KILLED")
-
-    def _log(self, values: Mapping[str, float], step: int, at: int) -> None:
-        self.client.log_batch(self.run_id, metrics=[Metric(key, value, at, step) for key, value in values.items()])
 
 
 class NodeMonitor(SystemMetricsMonitor):

@@ -64,7 +64,7 @@ def head() -> Iterator[Head]:
     # Without RAY_LOGGER_LEVEL, Ray writes the environment of jobs to a log of the node.
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_LOGGER_LEVEL": "warning"}
     with ray_head(port, *options, f"--dashboard-agent-listen-port={agent}", environment=environment) as folder:
-        wait_until(lambda: http_status(f"http://127.0.0.1:{dashboard}/api/version") != 0)
+        wait_until(lambda: responds(f"http://127.0.0.1:{dashboard}/api/version"))
         yield Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}", token, folder)
 
 
@@ -75,15 +75,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
-def http_status(url: str, **headers: str) -> int:
-    """The HTTP status of a response; 0 if there is none."""
+def responds(url: str) -> bool:
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=5) as reply:
-            return int(reply.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+        urllib.request.urlopen(url, timeout=5).close()
+    except urllib.error.HTTPError:  # it asks for a token
+        return True
     except OSError:
-        return 0
+        return False
+    return True
 
 
 San = Callable[..., subprocess.CompletedProcess[str]]

@@ -7,6 +7,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
+from mlflow.entities import Run
 
 from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun
@@ -39,6 +40,14 @@ def finish_trial(grid_run: GridRun, trial: Trial, top1: float) -> None:
     tracked.describe(trial, Complexity(1, 2, 3, ()))
     tracked.log([replace(EPOCH, top1=top1)], {0: 1000})
     tracked.finish()
+
+
+def runs_of(grid_run: GridRun, role: str = "trial") -> list[Run]:
+    """MLflow's runs of a grid's trials, or with the role `grid` its parent run."""
+    client = grid_run.tracker.client
+    experiment = client.get_experiment_by_name(grid_run.name)
+    assert experiment is not None
+    return list(client.search_runs([experiment.experiment_id], f"tags.`san.role` = '{role}'"))
 
 
 def silent(metrics: Mapping[str, float]) -> None:

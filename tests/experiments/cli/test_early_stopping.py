@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.session import available_cpus
-from experiments.report.build import rows_of
+from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, to_train
 from experiments.runs.workspace import Workspace
@@ -105,7 +105,7 @@ def test_only_the_grid_that_stopped_a_trial_leaves_it_so(write_grid: Callable[..
     planned = {trial.row: (trial.finished, trial.stopped_at) for trial in plan(grid_run)}
     assert planned == {"good": (True, None), "bad": (False, 1), "fair": (False, None)}
     assert [trial.row for trial, _ in to_train(grid_run, known_results(grid_run))] == ["fair"]
-    lines = {line.id: (line.top1, line.note) for line in rows_of(grid_run, known_results(grid_run))}
+    lines = {line.id: (line.top1, line.note) for line in table_rows(grid_run, known_results(grid_run))}
     assert lines["good"] == (60.0, None)
     assert lines["bad"][0] is None and "stopped at epoch 1 of 9" in (lines["bad"][1] or "")
     for other in (open_it(STOPPING, "other.yaml"), open_it("")):

@@ -26,6 +26,7 @@ from experiments.training.trainer import run_trial
 from tests.cluster.cells import Memory
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.drivers import Driver
+from tests.experiments.samples import runs_of
 
 OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=64")
 
@@ -39,14 +40,10 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Driver]]:
 def logged_epochs(grid_run: GridRun) -> dict[str, list[int]]:
     """The epochs of each trial's run in MLflow, in the order in which they were logged."""
     client = grid_run.tracker.client
-    experiment = client.get_experiment_by_name("small")
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
+    histories = {run: client.get_metric_history(run.info.run_id, "val/top1") for run in runs_of(grid_run)}
     return {
-        f"{run.data.tags['san.row']} {run.info.run_id}": [
-            metric.step for metric in client.get_metric_history(run.info.run_id, "val/top1")
-        ]
-        for run in runs
+        f"{run.data.tags['san.row']} {run.info.run_id}": [metric.step for metric in history]
+        for run, history in histories.items()
     }
 
 

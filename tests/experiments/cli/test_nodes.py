@@ -13,6 +13,7 @@ from experiments.runner.grid_run import GridRun, open_grid_run
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
 from tests.docs.test_guides import blocks
 from tests.experiments.drivers import PATIENCE, Driver
+from tests.experiments.samples import runs_of
 from tests.faults.witness import Step, steps_of
 
 CHECK_EVERY = 5
@@ -88,10 +89,7 @@ def _assert_complete(grid_run: GridRun) -> None:
     """Checks that every trial is finished, and that MLflow has one run for it, with each epoch once."""
     results, client = grid_run.tracker.results(), grid_run.tracker.client
     assert [results[trial.key].finished for trial in grid_run.trials] == [True] * len(grid_run.trials)
-    experiment = client.get_experiment_by_name(grid_run.name)
-    assert experiment is not None
-    found = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
-    histories = [client.get_metric_history(run.info.run_id, "val/top1") for run in found]
+    histories = [client.get_metric_history(run.info.run_id, "val/top1") for run in runs_of(grid_run)]
     assert [sorted(metric.step for metric in history) for history in histories] == [list(range(EPOCHS))] * len(grid_run.trials)
 
 

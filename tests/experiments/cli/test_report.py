@@ -17,6 +17,7 @@ from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from experiments.tracking import Result
 from tests.experiments.conftest import San
+from tests.experiments.samples import runs_of
 
 
 def test_names_rows_that_are_missing_from_the_papers_table(
@@ -34,7 +35,7 @@ def test_overrides_that_change_trials_are_part_of_the_names(write_grid: Callable
     path = write_grid("question: q\nrows: [{id: a, model: {name: resnet26}}]")
 
     def title(*overrides: str) -> str:
-        return open_grid_run(path, "digits", overrides, tmp_path).title
+        return open_grid_run(path, "digits", overrides, tmp_path).full_name
 
     plain, longest = title(), [f"data.mean=[0.{number:0120d}, 0.5, 0.5]" for number in (1, 2)]
     assert title("resources.workers=2", "engine.deterministic=true") == plain
@@ -47,9 +48,7 @@ def test_files_are_artifacts_of_the_parent_run(finished_job: Callable[..., GridR
     grid_run = finished_job()
     files, complete = print_report(grid_run, known_results(grid_run))
     grid_run.tracker.log_report(files, complete)
-    experiment = grid_run.tracker.client.get_experiment_by_name("invented")
-    assert experiment is not None
-    (parent,) = grid_run.tracker.client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
+    (parent,) = runs_of(grid_run, "grid")
     artifacts = {artifact.path for artifact in grid_run.tracker.client.list_artifacts(parent.info.run_id)}
     assert artifacts == {"table.md", "table.csv", "plot.png", "report.html"}
 
@@ -76,27 +75,31 @@ def test_report_command_prints_every_format_and_rejects_mistakes(
     assert not (tmp_path / "runs" / "invented-digits").exists() and not page.exists()
 
 
+def test_prints_the_table_if_its_folder_cannot_be_written(
+    finished_job: Callable[..., GridRun], tmp_path: Path, run_san: San
+) -> None:
+    grid_run = finished_job()
+    folder = grid_run.workspace.runs / "invented-digits"
+    folder.write_text("a file")
+    code, out, err = run_san("report", tmp_path / "invented.yaml", "--runs", grid_run.workspace.runs, "--seeds", "2")
+    assert code == 1  # trials are missing
+    assert "pairwise_3" in out and f"{folder}: cannot write the table, plot and page (File exists)" in err
+
+
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_mlflow_description_has_all_conditions_and_rows(name: Any, tmp_path: Path) -> None:
-    """For the grids of the paper with several seeds, whose trials another grid has trained."""
+def test_mlflow_description_has_all_conditions_and_rows_and_links_to_other_grids(name: Any, tmp_path: Path) -> None:
+    """For the grids of the paper with two seeds, one of which another grid has trained."""
     grid_run = open_grid_run(PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
-    names = [
-        metric
-        for condition in PROTOCOLS[name].conditions
-        for metric in condition.metrics(dict.fromkeys(condition.numbers, 0.0))
-    ]
+    protocol = PROTOCOLS[name]
+    names = [metric for one in protocol.conditions for metric in one.metrics(dict.fromkeys(one.numbers, 0.0))]
+    metrics = [dict.fromkeys([*names, "val/top1", "val/top5"], top1) for top1 in (40.0, 49.0)]
+    tags = [{"san.grid": name}, {"san.grid": "comparison"}]
     results = {
-        trial.key: Result(
-            "run",
-            True,
-            dict.fromkeys([*names, "val/top1", "val/top5"], 40.0 + 9 * trial.seed),
-            tags={"san.grid": "comparison"},
-            experiment_id="1234567890",
-        )
+        trial.key: Result("run", True, metrics[trial.seed], tags=tags[trial.seed], experiment_id=f"12345{trial.seed}")
         for trial in grid_run.trials
     }
     text = note(grid_run, results)
-    assert "18 of 18 in [comparison](#/experiments/1234567890/" in text
-    for condition in PROTOCOLS[name].conditions:
+    assert "Trials: 9 of 18 in [comparison](#/experiments/123451/" in text and "/123450/" not in text
+    for condition in protocol.conditions:
         for row in grid_run.grid.rows:
             assert f"| {condition.name}&nbsp; | {row.id}&nbsp; | " in text

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
-from mlflow.entities import Metric, Param, Run
+from mlflow.entities import Run
 from torch import Tensor, nn
 
 import san
 from cluster.sweep import Observer, Outcome
 from experiments.cli.run import run, study
 from experiments.errors import UserError
-from experiments.grids.config import flat
 from experiments.grids.grid import Trial
 from experiments.paper.tables import paper_claims, paper_rows
-from experiments.report.build import LONGEST_NOTE, note, rows_of, tables
+from experiments.report.build import LONGEST_NOTE, note, tables
+from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from experiments.runner.progress import duration
@@ -33,7 +33,7 @@ from experiments.tracking import TrackerError
 from experiments.tracking.tracker import Tracker
 from san.models.registry import VARIANTS
 from tests.experiments.conftest import TrainTrial
-from tests.experiments.samples import EPOCH
+from tests.experiments.samples import EPOCH, runs_of
 
 EQUAL_ROWS = """
     question: Is it the same?
@@ -79,7 +79,7 @@ def test_equal_trials_are_trained_once(
     assert trained == ["first/other", "first/plain"]
     out, err = capsys.readouterr()
     assert "3 trials, 1 identical to another trial, 2 to train" in err
-    assert [(line.top1, line.paper_top1) for line in rows_of(grid_run, known_results(grid_run))] == [
+    assert [(line.top1, line.paper_top1) for line in table_rows(grid_run, known_results(grid_run))] == [
         (2.0, None),
         (1.0, None),
         (2.0, None),
@@ -97,15 +97,14 @@ def test_equal_trials_are_trained_once(
     assert [trial.finished for trial in plan(second)] == [True, False]
     assert run(second, None)
     assert trained[2:] == ["second/namesan10_pairwise-footprint3"]
-    assert [line.top1 for line in rows_of(second, known_results(second))] == [1.0, 3.0]
+    assert [line.top1 for line in table_rows(second, known_results(second))] == [1.0, 3.0]
 
 
 def shown_by_mlflow(grid_run: GridRun) -> tuple[str, Run, dict[str, str]]:
     """The description of a grid's experiment, the parent run, and the text of its files by name."""
-    client = grid_run.tracker.client
-    experiment = client.get_experiment_by_name(grid_run.name)
+    experiment = grid_run.tracker.client.get_experiment_by_name(grid_run.name)
+    (parent,) = runs_of(grid_run, "grid")
     assert experiment is not None
-    (parent,) = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'grid'")
     assert parent.data.tags["mlflow.note.content"] == experiment.tags["mlflow.note.content"]
     folder = Path(parent.info.artifact_uri.removeprefix("file://"))
     kept = {path.name: path.read_text(errors="replace") for path in folder.glob("*")}
@@ -144,27 +143,6 @@ def test_mlflow_page_of_a_grid_is_current(
     assert parent.info.status == "FINISHED"
 
 
-def test_page_of_a_grid_links_to_the_grids_that_trained_its_trials(
-    open_text: Callable[..., GridRun], trained: list[str]
-) -> None:
-    """Also if the grid has trained no trial itself."""
-    first = open_text(EQUAL_ROWS)
-    second = open_text("{question: q, rows: [{id: mine, model: {name: resnet26}}]}", "second")
-    assert run(first, None) and run(second, None)
-    for grid_run in (first, second):
-        assert "#/experiments/" not in shown_by_mlflow(grid_run)[0]
-    third = open_text(EQUAL_ROWS + "      - {id: mine, model: {name: resnet26}}\n", "third")
-    assert run(third, None)
-    assert len(trained) == 3
-    description, _, files = shown_by_mlflow(third)
-    for grid_run, trials in ((first, 3), (second, 1)):
-        experiment = grid_run.tracker.client.get_experiment_by_name(grid_run.name)
-        assert experiment is not None
-        assert f"{trials} of 4 in [{grid_run.name}](#/experiments/{experiment.experiment_id}/runs?" in description
-    assert "| mine | 3.0 |" in description
-    assert files.keys() == {"table.md", "table.csv", "plot.png", "report.html"}
-
-
 def test_long_table_is_cut_between_rows_in_the_description(open_text: Callable[..., GridRun]) -> None:
     rates = [round(0.001 * (i + 1), 3) for i in range(300)]
     grid_run = open_text(f"{{question: q, base: {{model: {{name: resnet26}}}}, product: {{recipe.lr: {rates}}}}}")
@@ -176,11 +154,7 @@ def test_long_table_is_cut_between_rows_in_the_description(open_text: Callable[.
 
 
 def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[..., GridRun]) -> None:
-    first = open_text("{question: q, rows: [{id: trial, model: {name: san10_pairwise}}]}")
-    (trial,) = first.trials
-    first.tracker.prepare(first.grid, first.workspace.runs / "artifacts")
-    finish(first, trial, **{"summary/images_per_second": 100.0})
-
+    finish_at_speed(open_text("{question: q, rows: [{id: trial, model: {name: san10_pairwise}}]}"), 100.0)
     rows = [
         "{id: trial}",
         "{id: longer, recipe: {epochs: 36, lr: 0.1}}",
@@ -244,12 +218,14 @@ class Means(nn.Module):
         return x_NCHW.sum((1, 2, 3))[:, None] + self.bias_N
 
 
-def finish(grid_run: GridRun, trial: Trial, **metrics: float) -> None:
-    """Marks a trial as finished, with these metrics."""
-    run = grid_run.tracker.open(trial)
-    params = [Param(key, str(value)) for key, value in flat(trial.record).items()]
-    run.client.log_batch(run.run_id, [Metric(key, value, 0, 0) for key, value in metrics.items()], params)
-    run.finish()
+def finish_at_speed(grid_run: GridRun, images_per_second: float) -> None:
+    """Marks the only trial of a grid as finished, trained at this speed."""
+    (trial,) = grid_run.trials
+    grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+    tracked = grid_run.tracker.open(trial)
+    tracked.describe(trial, san.Complexity(1, 2, 3, ()))
+    tracked.add({"summary/images_per_second": images_per_second})
+    tracked.finish()
 
 
 def test_cheapest_trials_start_first(open_text: Callable[..., GridRun], trained: list[str]) -> None:
@@ -268,10 +244,7 @@ def test_cheapest_trials_start_first(open_text: Callable[..., GridRun], trained:
 
     # A finished run shows that small trials are slow.
     small = "{id: small, model: {name: san10_pairwise, footprint: 3}, recipe: {lr: 1}}"
-    measured = open_text(f"{{question: q, rows: [{small}]}}", "measured")
-    measured.tracker.prepare(measured.grid, measured.workspace.runs / "artifacts")
-    (trial,) = measured.trials
-    finish(measured, trial, **{"summary/images_per_second": 1.0})
+    finish_at_speed(open_text(f"{{question: q, rows: [{small}]}}", "measured"), 1.0)
     planned = [cell.row for cell in plan(grid_run)]
     assert planned == ["few_images", "large", "small", "as_small", "small_and_long"]
 

@@ -31,6 +31,7 @@ from experiments.runs.workspace import Workspace
 from pipelines.transform import MANIPULATIONS
 from tests.experiments.conftest import San, Trained, TrainTrial
 from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
+from tests.experiments.samples import runs_of
 
 GRIDS = PROJECT_DIR / "experiments" / "grids"
 
@@ -153,7 +154,7 @@ def test_grid_measures_only_missing_conditions(
     capsys.readouterr()
     assert run(grid_run, None)
     (task,) = (value for _, value in started)
-    assert isinstance(task, MeasureTask) and task.missing == ("cw180", "cw270", "upside_down")
+    assert isinstance(task, MeasureTask) and task.conditions == PROTOCOLS["rotation"].conditions[2:]
     out, err = capsys.readouterr()
     assert "1 trials to measure" in err and "not_in_the_paper cw180: top-1 " in err
     results = known_results(grid_run)
@@ -171,18 +172,16 @@ def test_grid_measures_only_missing_conditions(
     assert run(grid_run, None)
     assert started == []
     assert capsys.readouterr().out == out
-    run_of_grid = grid_run.tracker.client.search_runs(
-        [grid_run.tracker.client.get_experiment_by_name("turned").experiment_id], "tags.`san.role` = 'grid'"
-    )[0]
+    (run_of_grid,) = runs_of(grid_run, "grid")
     assert run_of_grid.info.status == "FINISHED"
     artifacts = [file.path for file in grid_run.tracker.client.list_artifacts(run_of_grid.info.run_id)]
     assert artifacts == ["report.html", "table.csv", "table.md"]
 
 
-def test_missing_checkpoint_is_a_user_error(grid_run: GridRun, trained: Trained, tmp_path: Path) -> None:
+def test_missing_checkpoint_is_an_error_without_a_retry(grid_run: GridRun, trained: Trained, tmp_path: Path) -> None:
     workspace = Workspace(LocalStore(tmp_path), trained.grid_run.workspace.tracking_uri)
-    task = MeasureTask(workspace, trained.grid_run.trials[0], "run", "rotation", ("none",))
-    with pytest.raises(UserError, match=r"epoch-0002-step-0000000.pt: cannot read this file \(No such file or directory\)"):
+    task = MeasureTask(workspace, trained.grid_run.trials[0], "run", PROTOCOLS["rotation"].conditions[:1])
+    with pytest.raises(san.CheckpointError, match=r"epoch-0002-step-0000000.pt: cannot read this file"):
         measure_trial(task, lambda metrics: None)
 
 
@@ -190,7 +189,8 @@ def test_reports_progress_within_a_condition(trained: Trained, monkeypatch: pyte
     monkeypatch.setattr("experiments.runner.measure.SECONDS_BETWEEN_LINES", 0.0)
     sent: list[Mapping[str, float]] = []
     grid_run = trained.grid_run
-    measure_trial(MeasureTask(grid_run.workspace, grid_run.trials[0], "run", "attack", ("clean", "n4")), sent.append)
+    clean, _, n4 = PROTOCOLS["attack"].conditions
+    measure_trial(MeasureTask(grid_run.workspace, grid_run.trials[0], "run", (clean, n4)), sent.append)
     assert [metrics.get("done") for metrics in sent] == [64 / 120, 1.0, None] * 2
     assert [metrics["condition"] for metrics in sent] == [0, 0, 0, 1, 1, 1]
     assert set(sent[2]) == {"condition", "robustness/none/top1"}

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from experiments.grids.grid import Trial
-from experiments.paper.tables import counts_at_paper_setting, paper_rows
 from experiments.report.data import TableRow, table_rows
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking import Result
@@ -138,5 +137,4 @@ def tabled(grid_run: GridRun, tops: dict[str, float]) -> list[TableRow]:
         for trial in grid_run.trials
         if trial.row in tops
     }
-    printed = paper_rows(grid_run.grid.table) if grid_run.grid.table else {}
-    return table_rows(grid_run.grid, grid_run.trials, results, printed, counts_at_paper_setting(grid_run.full_size))
+    return table_rows(grid_run, results)

@@ -12,7 +12,7 @@ import pytest
 
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import PROJECT_DIR
-from experiments.paper.tables import counts_at_paper_setting, paper_numbers, paper_rows
+from experiments.paper.tables import paper_numbers
 from experiments.report import interval
 from experiments.report.data import grid_measurements, measurements, table_rows
 from experiments.report.tables import ACCURACY, csv_text, grid_table, protocol_table
@@ -75,32 +75,22 @@ def test_averages_seeds(write_grid: Callable[[str], Path], tmp_path: Path) -> No
     first, second = grid_run.trials
     results = {first.key: Result("a", True, {"val/top1": 90.0, "val/top5": 99.0})}
     results[second.key] = Result("b", False, {"val/top1": 20.0, "val/top5": 50.0})
-    counts, paper = counts_at_paper_setting(grid_run.full_size), paper_rows("footprint")
-    (line,) = table_rows(grid_run.grid, grid_run.trials, results, paper, counts)
+    (line,) = table_rows(grid_run, results)
     assert (line.top1, line.top1_half_width, line.seeds) == (90.0, None, 1)  # an unfinished run does not count
     results[second.key] = Result("b", True, {"val/top1": 94.0, "val/top5": 99.0})
-    (line,) = table_rows(grid_run.grid, grid_run.trials, results, paper, counts)
+    (line,) = table_rows(grid_run, results)
     assert (line.top1, line.seeds) == (92.0, 2)
     assert line.top1_half_width is None  # two seeds are listed
     assert "| resnet26_3 | 76.0 | 92.0 (90.0, 94.0) | 2 |" in grid_table([line]).markdown()
     third = dataclasses.replace(grid_run.trials[0], seed=2)
     results[third.key] = Result("c", True, {"val/top1": 98.0, "val/top5": 99.0})
-    (line,) = table_rows(grid_run.grid, [*grid_run.trials, third], results, paper, counts)
+    (line,) = table_rows(dataclasses.replace(grid_run, trials=(first, second, third)), results)
     # Student's t at 97.5 % with 2 degrees of freedom is 4.303; the standard error is 4 / sqrt(3).
     assert line.top1_half_width == pytest.approx(4.302653 * 4 / 3**0.5, abs=1e-3)
     assert "| resnet26_3 | 76.0 | 94.0 ± 9.9 | 3 |" in grid_table([line]).markdown()
     (row,) = csv.DictReader(csv_text([line]).splitlines())
     assert (float(row["top1_half_width"]), row["top1_by_seed"]) == (line.top1_half_width, "90.0 94.0 98.0")
     assert grid_table([line], ACCURACY).markdown().startswith("| row | top-1 paper | top-1 ours | seeds |\n")
-
-
-def test_interval_of_a_mean() -> None:
-    assert interval.of_mean([]) is interval.of_mean([93.0]) is interval.of_mean([93.0, 95.0]) is None
-    # Mean 92, variance 4, so a standard error of sqrt(4 / 3); t at 97.5 % with 2 degrees of freedom is 4.302653.
-    found = interval.of_mean([90.0, 92.0, 94.0])
-    assert found is not None
-    assert (found.middle, found.half_width) == pytest.approx((92.0, 4.302653 * (4 / 3) ** 0.5))
-    assert (found.low, found.high) == pytest.approx((87.0317, 96.9683), abs=1e-3)
 
 
 def test_interval_of_a_difference() -> None:

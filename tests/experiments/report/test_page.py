@@ -18,9 +18,8 @@ from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName
 from experiments.report import charts as charts_module
 from experiments.report import data
-from experiments.report.build import rows_of
 from experiments.report.charts import CURVES
-from experiments.report.data import GridReport, shown_rows
+from experiments.report.data import GridReport, shown_rows, table_rows
 from experiments.report.page import commands_for_row, page
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
@@ -113,13 +112,11 @@ def test_large_grids_show_only_the_best_rows(
         for trial, top1 in zip(grid_run.trials, tops, strict=True)
         if top1
     }
-    lines = rows_of(grid_run, results)
+    lines = table_rows(grid_run, results)
     kept = ["row1", "row2", "row4"]
     assert shown_rows(lines) == kept
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
-    report = GridReport(
-        grid_run.grid, grid_run.name, "", grid_run.command, (), grid_run.trials, results, lines, curves, "sqlite:///", (), ()
-    )
+    report = GridReport(grid_run, results, lines, (), curves, (), {})
     text = page(report)
     assert text.count("Only the best 3 of the 6 rows") == 3  # have labels, curves and commands
     assert re.findall("<summary>(.*?)</summary>", text) == kept
@@ -195,7 +192,7 @@ def test_commands_for_a_row_train_the_same_trials(protocol: str, tmp_path: Path)
     for row in ("one", "two"):
         found = re.fullmatch(
             r"cat > (\S+) <<'END'\n(.*)END\n(.*)",
-            commands_for_row(grid_run.grid, row, grid_run.trials, grid_run.overrides, grid_run.profile),
+            commands_for_row(grid_run, row),
             re.DOTALL,
         )
         assert found is not None

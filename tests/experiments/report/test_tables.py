@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import san
-from experiments.report.build import rows_of
-from experiments.report.data import TableRow
+from experiments.report.data import TableRow, table_rows
 from experiments.report.tables import Table, csv_text, grid_table
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking import Result
@@ -39,7 +38,7 @@ SWEEP = """
 
 def test_swept_values_are_columns_and_the_x_axis(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
     grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
-    lines = rows_of(grid_run, {grid_run.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})})
+    lines = table_rows(grid_run, {grid_run.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})})
     heading, _, first, *_ = grid_table(lines).text().splitlines()
     assert heading.split()[:3] == ["row", "footprint", "lr"]
     assert first.split()[:3] == ["footprint3-lr0.1", "3", "0.1"]
@@ -53,7 +52,7 @@ def test_grid_without_a_table_counts_the_trained_models(write_grid: Callable[[st
     grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
     spec = grid_run.trials[0].config.model.spec()
     counts = san.complexity(spec.build(10), 24)
-    (first, *_) = rows_of(grid_run, {})
+    (first, *_) = table_rows(grid_run, {})
     assert (first.params, first.flops, first.paper_top1) == (counts.params / 1e6, counts.flops_paper / 1e9, None)
     assert grid_table([first]).text().split()[-2:] == [f"{first.params:.3g}", f"{1000 * first.flops:.1f}"]
 
@@ -65,7 +64,7 @@ def test_top5_is_left_out_for_five_classes(
     results = {grid_run.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})}
     for classes, is_shown in ((5, False), (6, True)):
         monkeypatch.setattr("experiments.report.data.class_count", lambda trial, classes=classes: classes)
-        assert ("top-5 ours" in grid_table(rows_of(grid_run, results)).text()) == is_shown
+        assert ("top-5 ours" in grid_table(table_rows(grid_run, results)).text()) == is_shown
 
 
 ROWS = [("row_a", "top-1, %"), (r"50 % & $x$ {#1} \a ~ ^", "97.2 ± 0.4")]

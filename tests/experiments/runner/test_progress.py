@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import os
-import pickle
 import pty
 import re
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from cluster.sweep import Outcome
 from experiments.runner import progress as progress_module
-from experiments.runner.progress import Display, Progress, counting
+from experiments.runner.progress import Progress, counting
 
 NAMES = {"a": "pairwise_3", "b": "resnet26_3"}
 EPOCHS = {"a": 4, "b": 4}
@@ -120,7 +119,6 @@ def test_terminal_without_room_or_control_codes_gets_plain_lines(
     monkeypatch.setenv("TERM", term)
     progress = Progress(NAMES, EPOCHS, terminal.out, Clock())
     progress.started("a")
-    progress.close()
     assert terminal.seen() == ["[   0 s, 0/2 done] pairwise_3 starts"]
 
 
@@ -135,25 +133,6 @@ def test_lost_terminal_does_not_stop_training(term: str, terminal: Terminal, mon
     progress.progress("a", whole(1))
     progress.finished(Outcome("a"))
     progress.close()
-
-
-def test_closed_pipe_does_not_stop_training() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    out = open(writer, "w", encoding="utf-8")
-    progress = Progress(NAMES, EPOCHS, out)
-    progress.started("a")
-    progress.close()
-    with suppress(OSError):
-        out.close()
-
-
-def test_display_can_be_pickled(terminal: Terminal) -> None:
-    """Ray pickles the observer of a sweep."""
-    display = Display(terminal.out)
-    display.show("a", 1, 2, "b")
-    assert pickle.dumps(display)
-    display.close()
 
 
 def test_log_has_fewer_lines_as_a_trial_goes_on() -> None:
@@ -210,14 +189,6 @@ def test_last_validation_shows_no_time_left() -> None:
     assert out.getvalue().splitlines()[-1] == f"[  20 s, 0/1 done] a epoch 4/4, validating, {SAID}"
 
 
-def test_complete_trial_shows_no_speed() -> None:
-    out = io.StringIO()
-    progress = Progress(NAMES, EPOCHS, out, Clock())
-    progress.started("a")
-    progress.finished(Outcome("a"))
-    assert "pairwise_3 finished in 0 s: already complete" in out.getvalue()
-
-
 @pytest.mark.parametrize(("what", "prefix"), [("", ""), ("net cw90", "net cw90: ")])
 def test_log_of_a_count(what: str, prefix: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with counting(what, 3, "batches") as count:
@@ -258,14 +229,16 @@ def test_first_estimate_does_not_count_the_start() -> None:
 
 def test_seconds_count_from_the_start_of_the_command_and_resuming_is_reported() -> None:
     out, clock = io.StringIO(), Clock()
-    clock.now += 30
     progress = Progress(NAMES, EPOCHS, out, clock, start=clock.now - 12)
-    progress.started("a")
+    for key in NAMES:
+        progress.started(key)
     progress.progress("a", inside(2, 1))
-    progress.close()
+    progress.finished(Outcome("b"))
     assert out.getvalue().splitlines() == [
         "[  12 s, 0/2 done] pairwise_3 starts",
+        "[  12 s, 0/2 done] resnet26_3 starts",
         "[  12 s, 0/2 done] pairwise_3 resumes after epoch 2",
+        "[  12 s, 1/2 done] resnet26_3 finished in 0 s: already complete",
     ]
 
 

@@ -56,29 +56,18 @@ def test_needs_a_tracking_server(bucket: S3Store, monkeypatch: pytest.MonkeyPatc
         open_workspace(bucket.address)
 
 
-def without_a_bucket(server: ObjectStore) -> str:
-    return server.uri("prefix", bucket="nobodys")
-
-
-def without_a_server(server: ObjectStore) -> str:
-    return f"s3://runs/prefix?endpoint_override=http://127.0.0.1:{free_port()}"
-
-
-def without_permission(server: ObjectStore) -> str:
-    server.refuse()
-    return server.uri("prefix")
-
-
 @pytest.mark.parametrize(
-    ("address", "message"),
+    ("bucket_name", "is_running", "is_allowed", "message"),
     [
-        (without_a_bucket, "no such bucket"),
-        (without_a_server, "the store does not answer"),
-        (without_permission, "rejected the credentials; check AWS_ACCESS_KEY"),
+        ("nobodys", True, True, "no such bucket"),
+        ("runs", False, True, "the store does not answer"),
+        ("runs", True, False, "rejected the credentials; check AWS_ACCESS_KEY"),
     ],
 )
 def test_rejects_an_unusable_bucket_before_anything_starts(
-    address: Callable[[ObjectStore], str],
+    bucket_name: str,
+    is_running: bool,
+    is_allowed: bool,
     message: str,
     server: ObjectStore,
     bucket: S3Store,
@@ -86,8 +75,12 @@ def test_rejects_an_unusable_bucket_before_anything_starts(
     run_san: San,
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    address = server.uri("prefix", bucket_name)
+    if not is_running:
+        address = address.replace(f":{server.port}", f":{free_port()}")
+    server.refuse(not is_allowed)
     try:
-        code, _, err = run_san("run", SMALL_GRID, "--runs", address(server))
+        code, _, err = run_san("run", SMALL_GRID, "--runs", address)
     finally:
         server.refuse(wanted=False)
     assert code == 2
