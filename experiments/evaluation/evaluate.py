@@ -18,7 +18,7 @@ from experiments.errors import UserError
 from experiments.grids.config import TrialConfig, flat, merged, model_errors, schema_errors
 from experiments.grids.expand import anchored, parse_override, profile_path, read_profile
 from experiments.runs.store import LocalStore, is_uri
-from experiments.runs.workspace import STORES, has_store, open_runs, open_store, open_workspace
+from experiments.runs.workspace import STORES, has_store, open_store, open_workspace
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
 from experiments.training.device import available_device, prepare_cpu
 from experiments.training.images import open_split
@@ -289,7 +289,7 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
     if name in pretrained.included() and not os.path.exists(name):
         yield pretrained.WEIGHTS_DIR / name, None
         return
-    store, asked = open_runs(runs), name
+    store, asked = open_store(runs), name
     if (key := _key_in_mlflow(name, runs)) is not None:
         if store.shared and not (store.folder / "checkpoints" / key).is_dir():
             raise UserError(f"{name}: the checkpoints of trial {key} are not in {store.folder}; give their folder with --runs")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-from experiments.tracking.errors import TrackerError
+from experiments.tracking.result import TrackerError
 from experiments.tracking.store import open_client, pages, usable
 
 STATES = {"KILLED": "interrupted"}

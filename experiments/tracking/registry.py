@@ -22,7 +22,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
 from experiments.grids.grid import Trial
 from experiments.runs.summary import Epoch
-from experiments.tracking.errors import TrackerError
+from experiments.tracking.result import TrackerError
 from experiments.tracking.store import open_client, pages, usable
 from experiments.tracking.tracker import dataset_inputs
 from san import pyfunc, save_checkpoint
