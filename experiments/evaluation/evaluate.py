@@ -320,13 +320,9 @@ def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:
     uri = open_workspace(runs).tracking_uri
     if not has_store(uri):
         raise UserError(f"{name}: no runs in {uri} yet; choose another store with --runs or MLFLOW_TRACKING_URI")
-    if is_run:
-        from experiments.tracking.listing import trial_key  # imports MLflow
+    from experiments.tracking.listing import trial_key  # imports MLflow
 
-        return trial_key(uri, name)
-    from experiments.tracking.registry import model_key  # imports MLflow's models
-
-    return model_key(uri, name)
+    return trial_key(uri, name)
 
 
 def checkpoint_path(name: str, runs: Path) -> Path:
