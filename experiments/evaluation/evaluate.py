@@ -18,7 +18,7 @@ from experiments.errors import UserError
 from experiments.grids.config import TrialConfig, flat, merged, model_errors, schema_errors
 from experiments.grids.expand import anchored, parse_override, profile_path, read_profile
 from experiments.runs.store import LocalStore, is_uri
-from experiments.runs.workspace import STORES, has_store, open_runs, open_store, open_workspace
+from experiments.runs.workspace import STORES, has_store, open_store, open_workspace
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
 from experiments.training.device import available_device, prepare_cpu
 from experiments.training.images import open_split
@@ -289,7 +289,7 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
     if name in pretrained.included() and not os.path.exists(name):
         yield pretrained.WEIGHTS_DIR / name, None
         return
-    store, asked = open_runs(runs), name
+    store, asked = open_store(runs), name
     if (key := _key_in_mlflow(name, runs)) is not None:
         if store.shared and not (store.folder / "checkpoints" / key).is_dir():
             raise UserError(f"{name}: the checkpoints of trial {key} are not in {store.folder}; give their folder with --runs")
@@ -320,13 +320,9 @@ def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:
     uri = open_workspace(runs).tracking_uri
     if not has_store(uri):
         raise UserError(f"{name}: no runs in {uri} yet; choose another store with --runs or MLFLOW_TRACKING_URI")
-    if is_run:
-        from experiments.tracking.listing import trial_key  # imports MLflow
+    from experiments.tracking.listing import trial_key  # imports MLflow
 
-        return trial_key(uri, name)
-    from experiments.tracking.registry import model_key  # imports MLflow's models
-
-    return model_key(uri, name)
+    return trial_key(uri, name)
 
 
 def checkpoint_path(name: str, runs: Path) -> Path:

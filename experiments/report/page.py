@@ -267,7 +267,7 @@ def commands_for_row(grid_run: GridRun, row: str) -> str:
     """Shell commands that write a grid with only this row and train its trials, with the same keys."""
     grid = grid_run.grid
     (row_of_page,) = (one for one in grid.rows if one.id == row)
-    layers = merged(grid.base.model_dump(), row_of_page.model_dump(exclude={"id"}))
+    layers = merged(grid.base.model_dump(), row_of_page.model_dump(exclude={"id", "seeds"}))
     seeds = [trial.seed for trial in grid_run.trials if trial.row == row]
     asked = {"question": grid.question} | ({"robustness": grid.robustness} if grid.robustness else {})
     content = {**asked, "seeds": seeds, "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}]}

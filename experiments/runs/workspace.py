@@ -60,20 +60,6 @@ STORES: dict[str, Callable[[str], Store]] = {"s3": _open_bucket}
 row."""
 
 
-def open_store(address: str | Path) -> Store:
-    """The store in a folder or at an address such as `s3://bucket/prefix`; makes no request.
-
-    Raises:
-        UserError: the address is not valid or contains a password.
-    """
-    if not is_uri(address):
-        return LocalStore(Path(address).resolve())
-    kind = str(address).partition("://")[0]
-    if kind not in STORES:
-        raise UserError(f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix")
-    return STORES[kind](str(address))
-
-
 def default_runs() -> str:
     """`SAN_RUNS`, else `runs/` of the project; a Ray job's copy of that is thrown away, so there it is `~/.san/runs`."""
     if runs := os.environ.get("SAN_RUNS"):
@@ -81,22 +67,28 @@ def default_runs() -> str:
     return str(Path.home() / ".san" / "runs" if is_job_copy() else PROJECT_DIR / "runs")
 
 
-def open_runs(runs: str | Path | None = None) -> Store:
-    """The store at `runs`, or at `default_runs`; makes no request.
+def open_store(runs: str | Path | None = None) -> Store:
+    """The store in a folder or at an address such as `s3://bucket/prefix`, or at `default_runs`; makes no request.
 
     Raises:
         UserError: the address is not valid or contains a password.
     """
-    return open_store(runs or default_runs())
+    runs = runs or default_runs()
+    if not is_uri(runs):
+        return LocalStore(Path(runs).resolve())
+    kind = str(runs).partition("://")[0]
+    if kind not in STORES:
+        raise UserError(f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix")
+    return STORES[kind](str(runs))
 
 
 def open_workspace(runs: str | Path | None = None) -> Workspace:
-    """`open_runs`, tracked at `MLFLOW_TRACKING_URI`, or in a database in the store's folder; makes no request.
+    """`open_store`, tracked at `MLFLOW_TRACKING_URI`, or in a database in the store's folder; makes no request.
 
     Raises:
         UserError: an address is not valid or contains a password, or runs are stored in a bucket without a tracking server.
     """
-    store = open_runs(runs)
+    store = open_store(runs)
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     if uri:
         require_no_secret(uri)

@@ -14,7 +14,6 @@ os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
-from experiments.tracking.errors import TrackerError
-from experiments.tracking.result import Result
+from experiments.tracking.result import Result, TrackerError
 
 __all__ = ["Result", "TrackerError"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 
-from experiments.tracking.errors import TrackerError
+from experiments.tracking.result import TrackerError
 from experiments.tracking.store import open_client, pages, usable
 
 STATES = {"KILLED": "interrupted"}
@@ -53,25 +54,31 @@ def list_runs(uri: str, grid: str | None) -> list[Listed]:
     return sorted(map(_listed, runs), key=lambda listed: listed.age)
 
 
-def trial_key(uri: str, run_id: str) -> str:
-    """The key of the trial to which a run belongs.
+def trial_key(uri: str, name: str) -> str:
+    """The key of the trial of a run, given by its id, or of a registered model: `models:/NAME/VERSION` or `models:/NAME@ALIAS`.
 
     Raises:
-        TrackerError: the store cannot be used, or has no such run of a trial.
+        TrackerError: the store cannot be used, or has no such run or model.
     """
-    client = open_client(uri)
+    model = re.fullmatch(r"models:/([^/@]+)(?:/(\d+)|@([^/@]+))", name)
+    if model is None and name.startswith("models:/"):
+        raise TrackerError(f"{name}: not a registered model; expected models:/NAME/VERSION or models:/NAME@ALIAS")
+    client, tags = open_client(uri), {}
     with usable(uri):
         try:
-            key = client.get_run(run_id).data.tags.get("san.trial")
+            if model is None:
+                tags = client.get_run(name).data.tags
+            elif model[2]:
+                tags = client.get_model_version(model[1], model[2]).tags
+            else:
+                tags = client.get_model_version_by_alias(model[1], model[3]).tags
         except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # the second for an alias
                 raise
-            key = None
-    if key is None:
-        raise TrackerError(
-            f"{run_id}: MLflow at {uri} has no run of a trial with this id; use a key from the output of `san runs`"
-        )
-    return key
+    if "san.trial" not in tags:
+        kind = "run of a trial" if model is None else "registered model"
+        raise TrackerError(f"{name}: MLflow at {uri} has no such {kind}; use a key from the output of `san runs`")
+    return str(tags["san.trial"])
 
 
 def _listed(run: Run) -> Listed:

@@ -22,8 +22,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
 from experiments.grids.grid import Trial
 from experiments.runs.summary import Epoch
-from experiments.tracking.errors import TrackerError
-from experiments.tracking.store import open_client, pages, usable
+from experiments.tracking.store import pages
 from experiments.tracking.tracker import dataset_inputs
 from san import pyfunc, save_checkpoint
 from san.models.base import BaseModel
@@ -103,32 +102,6 @@ def _register(client: MlflowClient, model: LoggedModel, best: TrainedModel) -> N
     # Links the page of the model to the version. A server does so itself.
     links = [{"name": name, "version": str(versions[0].version)}]
     client.set_logged_model_tags(model.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps(links)})
-
-
-def model_key(uri: str, name: str) -> str:
-    """The key of the trial to which a registered model belongs: `models:/NAME/VERSION` or `models:/NAME@ALIAS`.
-
-    Raises:
-        TrackerError: the store cannot be used, or has no such model.
-    """
-    parts = re.fullmatch(r"models:/([^/@]+)(?:/(\d+)|@([^/@]+))", name)
-    if parts is None:
-        raise TrackerError(f"{name}: not a registered model; expected models:/NAME/VERSION or models:/NAME@ALIAS")
-    model, version, alias = parts.groups()
-    client = open_client(uri)
-    with usable(uri):
-        try:
-            registered = (
-                client.get_model_version(model, version) if version else client.get_model_version_by_alias(model, alias)
-            )
-            key = registered.tags.get("san.trial")
-        except MlflowException as error:
-            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # a name or version; an alias
-                raise
-            key = None
-    if key is None:
-        raise TrackerError(f"{name}: MLflow at {uri} has no such registered model; see the Models page of `san ui`")
-    return str(key)
 
 
 def model_name(trial: Trial) -> str:

@@ -1,9 +1,15 @@
-"""The result of a trial, as read from MLflow."""
+"""The result of a trial, as read from MLflow, and the error if it cannot be read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from experiments.errors import UnavailableError
+
+
+class TrackerError(UnavailableError):
+    """The tracker cannot be used, now or as it is addressed."""
 
 
 @dataclass(frozen=True, slots=True)

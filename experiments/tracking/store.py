@@ -12,7 +12,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from sqlalchemy.exc import SQLAlchemyError
 
-from experiments.tracking.errors import TrackerError
+from experiments.tracking.result import TrackerError
 
 PAGE = 1000  # number of runs, experiments or versions per request
 UNUSABLE = (MlflowException, SQLAlchemyError, OSError)  # raised if the store cannot be reached or rejects a request

@@ -30,7 +30,7 @@ from unittest.mock import patch
 import torch
 
 from experiments.runner.grid_run import open_grid_run
-from experiments.runs.workspace import open_runs
+from experiments.runs.workspace import open_store
 from experiments.training.checkpoint import DAMAGE, Checkpoint
 from tests.cluster.test_signals import AGENTS, MARK, marked
 from tests.experiments.drivers import Driver
@@ -301,7 +301,7 @@ class Episode:
     def last_file(self, folder: str, suffix: str) -> bytes:
         """The content of the last file in a folder of the store."""
         with patch.dict(os.environ, self.environment):
-            store = open_runs(self.place)
+            store = open_store(self.place)
             content = store.read([name for name in store.names(folder) if name.endswith(suffix)][-1])
         assert content is not None
         return content

@@ -22,7 +22,7 @@ from torch import nn
 import experiments.runner.execute
 from experiments.cli import main
 from experiments.grids.grid import Trial
-from experiments.runs.workspace import Workspace, open_runs
+from experiments.runs.workspace import Workspace, open_store
 from experiments.training.engine import Engine
 from experiments.training.trainer import run_trial
 
@@ -91,7 +91,7 @@ def _kill_in_a_write(runs: Path) -> None:
 if __name__ == "__main__":
     from tests.faults import witness
 
-    runs = open_runs(sys.argv[sys.argv.index("--runs") + 1]).folder
+    runs = open_store(sys.argv[sys.argv.index("--runs") + 1]).folder
     runs.mkdir(parents=True, exist_ok=True)
     experiments.runner.execute.run_trial = partial(witness.watched_trial, runs)
     main()

@@ -44,65 +44,43 @@ def best_of(grid_run: GridRun, trial: int) -> Checkpoint:
 
 
 def test_best_weights_are_registered(
-    open_small_grid: Callable[..., GridRun],
-    process_group: None,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     grid_run = open_small_grid(*SHORT, "recipe.ema_decay=0.5")
     trial = grid_run.trials[2]
     validated = run_trial(grid_run.workspace, trial, silent).eval()
-    (version,) = versions(grid_run)
-    best = best_of(grid_run, 2)
-    assert (version.name, version.version) == ("small-digits-patchwise_3", 1)
-    result = grid_run.tracker.results()[trial.key]
-    assert version.run_id == result.run_id
-    assert version.tags == {
-        "san.trial": trial.key,
-        "san.grid": "small",
-        "san.profile": trial.profile,
-        "san.row": "patchwise_3",
-        "san.seed": "0",
-        "san.data_digest": trial.data_digest,
-        "san.epoch": "1",
-        "san.top1": str(best.history[-1].top1),
-        "san.top5": str(best.history[-1].top5),
-    }
-    client = grid_run.tracker.client
-    (model,) = models(grid_run)
-    assert (model.name, model.source_run_id, model.status) == ("patchwise_3", version.run_id, LoggedModelStatus.READY)
+    (version,), (model,) = versions(grid_run), models(grid_run)
+    best, client = best_of(grid_run, 2), grid_run.tracker.client
+    epoch, run_id = best.history[-1], grid_run.tracker.results()[trial.key].run_id
+    assert (version.name, version.version, version.run_id) == ("small-digits-patchwise_3", 1, run_id)
+    assert (version.tags["san.trial"], version.tags["san.epoch"]) == (trial.key, "1")
+    assert (version.tags["san.top1"], version.tags["san.data_digest"]) == (str(epoch.top1), trial.data_digest)
+    assert "[N, 3, 24, 24]" in version.description and "mean [0.5, 0.5, 0.5]" in version.description
+
+    assert (model.name, model.source_run_id, model.status) == ("patchwise_3", run_id, LoggedModelStatus.READY)
     assert version.source == model.artifact_location
     assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": version.name, "version": "1"}]
     assert (model.tags["san.trial"], model.params["model.footprint"]) == (trial.key, "3")
-    assert [output.model_id for output in client.get_run(version.run_id).outputs.model_outputs] == [model.model_id]
-    measured = {"val/loss": best.history[-1].val_loss, "val/top1": best.history[-1].top1, "val/top5": best.history[-1].top5}
+    assert [output.model_id for output in client.get_run(run_id).outputs.model_outputs] == [model.model_id]
+    measured = {"val/loss": epoch.val_loss, "val/top1": epoch.top1, "val/top5": epoch.top5}
     assert {metric.key: metric.value for metric in model.metrics} == measured
-    assert {(metric.dataset_name, metric.dataset_digest) for metric in model.metrics} == {
-        ("digits", trial.data_digest.partition("-")[2])
-    }
-    assert all(len(client.get_metric_history(version.run_id, key)) == 1 for key in measured)
-    assert "[N, 3, 24, 24]" in version.description and "mean [0.5, 0.5, 0.5]" in version.description
+    assert {metric.dataset_digest for metric in model.metrics} == {trial.data_digest.partition("-")[2]}
+    assert all(len(client.get_metric_history(run_id, key)) == 1 for key in measured)
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", grid_run.workspace.tracking_uri)
     assert mlflow.pyfunc.load_model(f"models:/{model.model_id}").metadata.model_id == model.model_id
-    model = mlflow.pyfunc.load_model(f"models:/{version.name}/{version.version}", dst_path=str(tmp_path))
-    assert model.metadata.metadata == {"classes": [str(digit) for digit in range(10)]}
-    schemas = model.metadata.get_input_schema(), model.metadata.get_output_schema()
-    assert [[(spec.type, spec.shape) for spec in schema.inputs] for schema in schemas] == [
-        [(np.dtype("float32"), (-1, 3, 24, 24))],
-        [(np.dtype("float32"), (-1, 10))],
-    ]
+    loaded = mlflow.pyfunc.load_model(f"models:/{version.name}/{version.version}", dst_path=str(tmp_path))
+    assert loaded.metadata.metadata == {"classes": [str(digit) for digit in range(10)]}
     images = torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(0))
     weights = next(tmp_path.rglob("weights.pt"))
     with torch.no_grad():
         expected = validated(images)
         assert torch.equal(best.model()(images), expected)
         assert torch.equal(san.load_checkpoint(weights)(images), expected)
-    logits = model.predict(images.numpy())
-    assert logits.dtype == np.float32
-    assert np.array_equal(logits, expected.numpy())
+    logits = loaded.predict(images.numpy())
+    assert logits.dtype == np.float32 and np.array_equal(logits, expected.numpy())
     with pytest.raises(MlflowException, match="shape"):
-        model.predict(images[:, :, :20].numpy())
+        loaded.predict(images[:, :, :20].numpy())
 
 
 CALLS = (
