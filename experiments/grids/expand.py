@@ -418,3 +418,5 @@ def _early_stopping_errors(grid: Grid, configs: Mapping[str, TrialConfig]) -> It
         )
     elif wanted.grace_epochs >= lengths[short]:
         yield f"early_stopping.grace_epochs: must be less than recipe.epochs={lengths[short]}, not {wanted.grace_epochs}"
+    if rare := [row for row, config in configs.items() if config.recipe.validate_every_n_epochs > 1]:
+        yield f"early_stopping: needs a validation after each epoch; leave out recipe.validate_every_n_epochs in row {rare[0]}"

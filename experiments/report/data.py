@@ -159,8 +159,7 @@ def is_papers_setting(row: str, trials: Sequence[Trial]) -> bool:
 
 def _matches_paper(trial: Trial) -> bool:
     data, epochs = trial.config.data, trial.config.recipe.epochs
-    profile, _, _ = trial.profile.partition("+")  # without overrides
-    if profile != "imagenet" or (data.size, epochs) != (INPUT_SIZE, EPOCHS):
+    if trial.profile != "imagenet" or (data.size, epochs) != (INPUT_SIZE, EPOCHS):
         return False
     are_photographs = data.source in ("folder", "shards") and data.train_per_class is None
     return are_photographs and class_count(trial) == CLASSES

@@ -106,6 +106,7 @@ def page(report: GridReport) -> str:
     done, total = len(report.finished), len(grid_run.trials)
     facts = [
         f"profile {grid_run.profile}",
+        *grid_run.overrides,
         f"all {total} trials finished" if done == total else f"{done} of {total} trials finished",
     ]
     if ended := max((result.ended for _, result in report.finished), default=0):

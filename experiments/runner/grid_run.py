@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from experiments.tracking.tracker import Tracker
 
 
-LONGEST_NAME = 100
-"""Letters of a profile with overrides."""
+LONGEST_SUFFIX = 100
+"""Letters of the overrides in the name of a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,6 @@ class GridRun:
 
     name: str
     profile: str
-    """The profile, and the overrides that change trials, as in `digits+recipe.lr=0.2`; part of folders and of MLflow's tags."""
     grid: Grid
     trials: tuple[Trial, ...]
     full_size: Mapping[str, ModelConfig]
@@ -57,8 +56,16 @@ class GridRun:
 
     @property
     def full_name(self) -> str:
-        """Name of the grid's parent run in MLflow, its claim and its folder of results."""
+        """Name of the grid's parent run in MLflow and of its claim."""
         return f"{self.name}-{self.profile}"
+
+    @property
+    def report_name(self) -> str:
+        """Name of the report's folder: also the overrides that can change trials, as in `footprint-digits+recipe.lr=0.2`."""
+        changes = [text for text in self.overrides if re.match(r"(model|data|recipe)\b(?!\.(root|lists)=)", text)]
+        whole = "+".join(["", *changes])
+        short = re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", whole)[:LONGEST_SUFFIX]
+        return self.full_name + (short if short == whole else f"{short}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}")
 
     @property
     def wanted(self) -> tuple[Trial, ...]:
@@ -105,8 +112,7 @@ def open_grid_run(
     """
     workspace = open_workspace(runs)
     workspace.store.check()
-    name = _with_overrides(profile_path(profile).stem, overrides)
-    expanded = expand(grid, profile, overrides, table_names(), imports=imports)
+    name, expanded = profile_path(profile).stem, expand(grid, profile, overrides, table_names(), imports=imports)
     _require_rows(grid, only, expanded.configs)
     configs = expanded.configs
     if not writes:
@@ -145,17 +151,6 @@ def open_grid_run(
         only=only,
         take_over=take_over,
     )
-
-
-def _with_overrides(profile: str, overrides: Sequence[str]) -> str:
-    """The profile and the overrides that change trials, in letters that folders and MLflow's searches allow."""
-    locations = ("data.root=", "data.lists=")
-    changes = [text for text in overrides if text.startswith(("model.", "data.", "recipe.")) and not text.startswith(locations)]
-    whole = "+".join([profile, *changes])
-    short = re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", whole)
-    if short == whole and len(short) <= LONGEST_NAME:
-        return short
-    return f"{short[:LONGEST_NAME]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
 
 
 def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 
@@ -47,18 +47,6 @@ def best_of(history: Sequence[Epoch]) -> Epoch | None:
     return max(validated, key=lambda pair: pair[0])[1] if validated else None
 
 
-def validated_top1(history: Sequence[Epoch]) -> list[float]:
-    """After each epoch, the top-1 of the last validation in percent; 0 before the first one."""
-    return _last_known([epoch.top1 for epoch in history])
-
-
-def _last_known(values: Iterable[float | None]) -> list[float]:
-    known = [0.0]
-    for value in values:
-        known.append(known[-1] if value is None else value)
-    return known[1:]
-
-
 def summary_csv(history: Sequence[Epoch], ended: Mapping[int, int]) -> bytes:
     """Content of the file. `ended` gives the end of each epoch in milliseconds since 1970."""
     text = io.StringIO(newline="")
@@ -79,9 +67,9 @@ def read_ended(content: bytes | None) -> dict[int, int]:
 
 
 def read_top1(content: bytes | None) -> list[float]:
-    """As `validated_top1`, from the content of the file; empty if it is missing or was edited."""
+    """Top-1 of each epoch in percent; empty if the file is missing or was edited."""
     try:
-        return _last_known([float(row["top1"]) if row["top1"] else None for row in _rows(content)])
+        return [float(row["top1"]) for row in _rows(content)]
     except (KeyError, TypeError, ValueError):
         return []
 

@@ -106,8 +106,7 @@ def _register(client: MlflowClient, model: LoggedModel, best: TrainedModel) -> N
 
 def model_name(trial: Trial) -> str:
     """Name of a row's registered model, which has a version for every seed and configuration."""
-    profile, _, _ = trial.profile.partition("+")  # without overrides
-    return re.sub("[^A-Za-z0-9_.-]", "-", f"{trial.grid}-{profile}-{trial.row}")[:250]
+    return re.sub("[^A-Za-z0-9_.-]", "-", f"{trial.grid}-{trial.profile}-{trial.row}")[:250]
 
 
 def _write(folder: Path, model: LoggedModel, best: TrainedModel) -> None:

@@ -113,7 +113,7 @@ def _autocontrast(images_NCHW: Tensor, strength_N: Tensor) -> Tensor:
     """Stretches each channel to the range from 0 to 1, unless it has only one value."""
     low_NC11, high_NC11 = images_NCHW.amin((2, 3), keepdim=True), images_NCHW.amax((2, 3), keepdim=True)
     stretched_NCHW = (images_NCHW - low_NC11) / (high_NC11 - low_NC11)
-    return torch.where(high_NC11 > low_NC11, stretched_NCHW, images_NCHW)
+    return torch.where(high_NC11 - low_NC11 > 0.5 / 255, stretched_NCHW, images_NCHW)
 
 
 def _equalize(images_NCHW: Tensor, strength_N: Tensor) -> Tensor:

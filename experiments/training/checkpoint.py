@@ -116,14 +116,15 @@ def last_of(folder: Path, epochs: int) -> Path:
 
 
 def best_in(store: Store, folder: str = "") -> Checkpoint | None:
-    """The checkpoint after the best epoch by top-1, of those in a folder that can be read; None if there is none."""
+    """The checkpoint after the best epoch by top-1, of those in a folder that can be read: after the last epoch if none was
+    validated, and None if there is none."""
     by_epoch: dict[Epoch, Checkpoint] = {}
     for name in store.names(folder):
         if re.fullmatch(r"epoch-\d+-step-0000000\.pt", PurePosixPath(name).name):
             with suppress(*DAMAGE):
                 checkpoint = Checkpoint.of_bytes(store.read(name) or b"")
                 by_epoch[checkpoint.history[-1]] = checkpoint
-    best = best_of(list(by_epoch))
+    best = best_of(list(by_epoch)) or max(by_epoch, key=lambda epoch: epoch.epoch, default=None)
     return by_epoch[best] if best else None
 
 

@@ -97,9 +97,7 @@ class ProgressReporter:
 
     def report_stopped(self, history: Sequence[Epoch]) -> None:
         """Reports that early stopping has ended the trial."""
-        self.report(
-            {"epoch": len(history), "epochs": self.epochs, "stopped": 1, **_last_top1(history), **history[-1].metrics()}
-        )
+        self.report({**self._epoch_metrics(history), "stopped": 1})
         if dist.get_rank() == 0:
             _log.info("%s: other trials had a higher top-1 at this epoch", stopped(len(history), self.epochs))
 

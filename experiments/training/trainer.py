@@ -26,7 +26,7 @@ from experiments.grids.imports import import_sources
 from experiments.runs.claims import Claim
 from experiments.runs.retry import OUTAGE_TIMEOUT
 from experiments.runs.store import StorageError
-from experiments.runs.summary import CONFUSION, Confusion, Epoch, best_of, read_ended, summary_csv, validated_top1
+from experiments.runs.summary import CONFUSION, Confusion, Epoch, best_of, read_ended, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.augment import Augmentation
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
@@ -108,6 +108,7 @@ def _prepare(
     gc.collect()  # an earlier model of this process may still occupy memory, in a cycle of references
     torch.manual_seed(trial.seed)
     model = config.model.spec().build(len(train.dataset.classes))
+    torch.manual_seed((trial.seed + rank * 0x9E3779B97F4A7C15) % 2**63)  # each worker augments its images in its own way
     if config.recipe.drop_path:  # a model of the user may have rates of its own
         model.set_drop_rates(drop_path_rate=config.recipe.drop_path)
     if config.recipe.init is not None:
@@ -329,7 +330,8 @@ class Trainer:
         """The decision of rank 0 between two epochs, broadcast to all ranks."""
         if self.should_continue is None or not self.history or running.steps:
             return True
-        answer = [self.should_continue(self.trial.key, validated_top1(self.history)) if dist.get_rank() == 0 else True]
+        top1 = [epoch.top1 or 0.0 for epoch in self.history]  # early stopping requires a validation after each epoch
+        answer = [self.should_continue(self.trial.key, top1) if dist.get_rank() == 0 else True]
         dist.broadcast_object_list(answer)
         return answer[0]
 

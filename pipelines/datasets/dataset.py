@@ -410,14 +410,16 @@ def _images(folder: Path) -> list[tuple[str, int]]:
     return sorted((name, size) for name, size in found if size is not None)
 
 
-def _files(folder: Path, prefix: str = "") -> Iterator[tuple[str, "os.DirEntry[str]"]]:
-    """The files of a folder and its subfolders with their names in it, except those in hidden subfolders."""
+def _files(folder: Path, prefix: str = "", above: tuple[str, ...] = ()) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
+    """The files of a folder and its subfolders with their names in it, except those in hidden subfolders. A link to one of the
+    folders above it, which would never end, counts as a file."""
+    above = (*above, os.path.realpath(folder))
     with os.scandir(folder) as entries:
         for entry in entries:
-            if _named_as_image(entry.name) or not entry.is_dir(follow_symlinks=False):  # a link may lead into a circle
+            if _named_as_image(entry.name) or not entry.is_dir() or os.path.realpath(entry.path) in above:
                 yield prefix + entry.name, entry
             elif not entry.name.startswith("."):
-                yield from _files(Path(entry.path), f"{prefix}{entry.name}/")
+                yield from _files(Path(entry.path), f"{prefix}{entry.name}/", above)
 
 
 def _named_as_image(name: str) -> bool:

@@ -42,6 +42,7 @@ ROWS = "rows: [{id: a, model: {name: resnet26}}]"
         (ROWS, "grace_epochs: 18", "recipe.epochs=18"),
         (ROWS, "grace_epochs: 0", "grace_epochs: .*not 0"),
         (ROWS, "grace_epochs: 1, reduction: 1", "reduction: .*not 1"),
+        (f"base: {{recipe: {{validate_every_n_epochs: 2}}}}, {ROWS}", "grace_epochs: 1", "a validation after each epoch"),
     ],
 )
 def test_rejects_invalid_early_stopping(text: str, stopping: str, words: str, write_grid: Callable[[str], Path]) -> None:

@@ -35,7 +35,7 @@ def test_overrides_that_change_trials_are_part_of_the_names(write_grid: Callable
     path = write_grid("question: q\nrows: [{id: a, model: {name: resnet26}}]")
 
     def title(*overrides: str) -> str:
-        return open_grid_run(path, "digits", overrides, tmp_path).full_name
+        return open_grid_run(path, "digits", overrides, tmp_path).report_name
 
     plain, longest = title(), [f"data.mean=[0.{number:0120d}, 0.5, 0.5]" for number in (1, 2)]
     assert title("resources.workers=2", "engine.deterministic=true") == plain

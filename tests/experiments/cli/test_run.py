@@ -138,7 +138,7 @@ def test_mlflow_page_of_a_grid_is_current(
     grid_run.tracker.client.log_metric(result.run_id, "val/top1", 77.0, step=1)
     assert run(grid_run, None)
     changed, parent, files = shown_by_mlflow(grid_run)
-    assert changed == description.replace("| 2.0 |", "| 77.0 |")
+    assert changed == description.replace("| b | 2.0 |", "| b | 77.0 |")
     assert "77.0" in files["table.md"] and "77.0" in files["report.html"]
     assert parent.info.status == "FINISHED"
 

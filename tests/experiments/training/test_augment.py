@@ -78,8 +78,8 @@ def test_operations_agree_with_pillow(name: str, seed: int, number: int, sign: i
     image = photo(seed)
     ours = operation.change(as_batch(image), torch.tensor([strength]))
     difference = (ours - as_batch(pillow(image, strength))).abs() * 255
-    # Pillow rounds intermediate values, and may choose the other neighbor of pixels that lie almost between two.
-    assert (difference.amax(1) > 2.01).float().mean() <= (0.1 if operation in (SHEAR_X, SHEAR_Y, ROTATE) else 0)
+    # Pillow rounds intermediate values, and may choose the other neighbor in rows that lie almost between two.
+    assert (difference.amax(1) > 2.01).float().mean() <= (0.2 if operation in (SHEAR_X, SHEAR_Y, ROTATE) else 0)
 
 
 @pytest.mark.parametrize(("policy", "most"), [("trivial", 1), ("rand", 2)])

@@ -84,10 +84,13 @@ def test_scan_does_not_follow_a_link_to_its_parent_forever(tmp_path: Path) -> No
 
 def test_subfolders_belong_to_their_class(tmp_path: Path) -> None:
     """In folders, lists and shards alike."""
-    put(tmp_path, "train/a/1.jpg", "train/a/x/1.jpg", "train/a/x/y/2.png", "train/a/.hidden/3.jpg", "train/b/z/1.jpg")
+    put(tmp_path, "train/a/1.jpg", "elsewhere/1.jpg", "train/a/x/y/2.png", "train/a/.hidden/3.jpg", "train/b/z/1.jpg")
+    (tmp_path / "elsewhere/y").symlink_to(tmp_path / "train/a/x/y")
+    (tmp_path / "train/a/w").symlink_to(tmp_path / "elsewhere")
     data = Dataset.scan(tmp_path, "train")
-    assert list(data.paths) == ["train/a/1.jpg", "train/a/x/1.jpg", "train/a/x/y/2.png", "train/b/z/1.jpg"]
-    assert (data.classes, list(data.labels)) == (("a", "b"), [0, 0, 0, 1])
+    in_a = [f"train/a/{name}" for name in ("1.jpg", "w/1.jpg", "w/y/2.png", "x/y/2.png")]
+    assert list(data.paths) == [*in_a, "train/b/z/1.jpg"]
+    assert (data.classes, list(data.labels)) == (("a", "b"), [0, 0, 0, 0, 1])
     write_list(list_path(tmp_path, "train"), data.paths, data.sizes)
     listed = Dataset.open(tmp_path, "train")
     list(pack(data, tmp_path / "shards", 2**20, workers=1))
