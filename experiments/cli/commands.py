@@ -1,7 +1,6 @@
 """The command `san`. Exit codes: 0 success, 1 failed, unfinished or interrupted, 2 invalid input.
 
-Commands import heavy packages when they run, so that help appears at once. The options that describe a grid have the names of
-the parameters of `open_grid_run`.
+Commands import heavy packages when they run, so that help appears at once.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -91,7 +90,17 @@ for command in (
 @ADDRESS
 @TAKE_OVER
 @GRID_IMPORT
-def run(address: str | None, **grid: Any) -> None:
+def run(
+    grid: Path,
+    overrides: tuple[str, ...],
+    profile: str,
+    runs: Path | str | None,
+    seeds: int | None,
+    only: tuple[str, ...],
+    address: str | None,
+    take_over: bool,
+    imports: tuple[str, ...],
+) -> None:
     """Train a grid's unfinished trials and print the results.
 
     Rerun the same command to resume after an interruption. Overrides change every trial, for example recipe.epochs=5.
@@ -102,7 +111,8 @@ def run(address: str | None, **grid: Any) -> None:
     from experiments.cli.run import run as run_grid
     from experiments.runner.grid_run import open_grid_run
 
-    sys.exit(0 if run_grid(open_grid_run(**grid), address) else 1)
+    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, only=only, take_over=take_over, imports=imports)
+    sys.exit(0 if run_grid(grid_run, address) else 1)
 
 
 @cli.command()
@@ -115,7 +125,17 @@ def run(address: str | None, **grid: Any) -> None:
 @ADDRESS
 @AS_JSON
 @GRID_IMPORT
-def plan(address: str | None, as_json: bool, **grid: Any) -> None:
+def plan(
+    grid: Path,
+    overrides: tuple[str, ...],
+    profile: str,
+    runs: Path | str | None,
+    seeds: int | None,
+    only: tuple[str, ...],
+    address: str | None,
+    as_json: bool,
+    imports: tuple[str, ...],
+) -> None:
     """List a grid's trials, their status and the estimated time.
 
     Trains nothing and writes nothing.
@@ -127,7 +147,7 @@ def plan(address: str | None, as_json: bool, **grid: Any) -> None:
     from experiments.runner.plan import plan as plan_trials
     from experiments.runner.plan import plan_in_words
 
-    grid_run = open_grid_run(**grid, writes=False)
+    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, writes=False, only=only, imports=imports)
     planned = plan_trials(grid_run)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(trial) for trial in planned]))
@@ -177,7 +197,18 @@ def _hours(hours: Hours | None) -> str:
 )
 @AS_JSON
 @GRID_IMPORT
-def report(form: str, html: Path | None, csv: Path | None, as_json: bool, **grid: Any) -> None:
+def report(
+    grid: Path,
+    overrides: tuple[str, ...],
+    profile: str,
+    runs: Path | str | None,
+    seeds: int | None,
+    form: str,
+    html: Path | None,
+    csv: Path | None,
+    as_json: bool,
+    imports: tuple[str, ...],
+) -> None:
     """Print the results of a grid's finished trials.
 
     Trains nothing. Text output also draws the grid's plot. With text output, the exit code is 1 while trials are
@@ -195,7 +226,7 @@ def report(form: str, html: Path | None, csv: Path | None, as_json: bool, **grid
     chosen = [f"`{option}`" for option, given in forms.items() if given]
     if len(chosen) > 1:
         raise UserError(f"two output formats: {' and '.join(chosen[:2])}; give only one of these options")
-    grid_run = open_grid_run(**grid)
+    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, imports=imports)
     may_be_empty = as_json and html is None and csv is None
     results = known_results(grid_run) if may_be_empty else finished_results(grid_run)
     if html is not None:
@@ -284,7 +315,18 @@ def study(
 )
 @TAKE_OVER
 @GRID_IMPORT
-def submit(**job: Any) -> None:
+def submit(
+    grid: Path,
+    overrides: tuple[str, ...],
+    names: tuple[str, ...],
+    wait: bool,
+    profile: str,
+    seeds: int | None,
+    runs: str | None,
+    address: str | None,
+    take_over: bool,
+    imports: tuple[str, ...],
+) -> None:
     """Run a grid as a job on a remote Ray cluster.
 
     Starts `san run` on the cluster's head node. Submit the same grid again to resume. Paths in overrides and --runs are paths
@@ -296,7 +338,18 @@ def submit(**job: Any) -> None:
     """
     from experiments.cli.submit import submit_grid
 
-    submit_grid(**job)
+    submit_grid(
+        grid,
+        profile,
+        overrides,
+        runs=runs,
+        seeds=seeds,
+        take_over=take_over,
+        imports=imports,
+        names=names,
+        wait=wait,
+        address=address,
+    )
 
 
 def main() -> None:

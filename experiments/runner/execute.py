@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cluster import Placement, concurrency
+from cluster import concurrency
 from experiments.errors import MachineError, UserError
 from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
@@ -30,7 +30,6 @@ from san import CheckpointError
 if TYPE_CHECKING:
     from cluster.halving import Judge
     from cluster.sweep import Outcome
-    from experiments.runner.restart import Restart
 
 
 def execute(grid_run: GridRun, address: str | None, describe: Callable[[Mapping[str, Result]], str]) -> dict[str, Result]:
@@ -78,6 +77,7 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
     did not fail."""
     from cluster.interrupt import interruptible
     from cluster.session import alone, is_local, session  # imports Ray
+    from cluster.sweep import sweep
     from experiments.runner.restart import Restart
 
     start, store = time.monotonic(), grid_run.workspace.store
@@ -103,7 +103,10 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
             results = known_results(grid_run)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(grid_run, results, trial)}
             epochs = {key: trial.config.recipe.epochs for key, trial in claimed.items()}
+            prepare(grid_run, description)
+            grid_run.tracker.begin()
             progress = Progress({key: trial.name for key, trial in claimed.items()}, epochs, sys.stderr, start=start)
+            restart.has_advanced = progress.has_advanced
 
             def ask_trials() -> None:
                 progress.interrupted()
@@ -111,18 +114,20 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
 
             stop.withdraw()  # that of a run that was killed
             try:
-                with _early_stopping(grid_run, results) as should_continue, interruptible(ask_trials) as is_interrupted:
+                with (
+                    _early_stopping(grid_run, results) as should_continue,
+                    _ray_folder(grid_run) as folder,
+                    interruptible(ask_trials) as is_interrupted,
+                ):
                     train_one = functools.partial(
                         run_trial, grid_run.workspace, should_continue=should_continue, should_stop=stop, grid_claim=claim
                     )
-                    outcomes = _sweep(
+                    outcomes = sweep(
                         train_one,
                         claimed,
-                        grid_run,
                         grid_run.placement,
-                        progress,
-                        restart,
-                        description,
+                        storage=folder,
+                        observer=progress,
                         non_retryable=(UserError, DataError, FloatingPointError),
                         fatal=(MachineError, ClaimedError),
                         is_interrupted=is_interrupted,
@@ -132,6 +137,7 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
                     grid_run.tracker.interrupted(claimed.values())
                 raise
             finally:
+                progress.close()
                 stop.withdraw()
             _conclude(grid_run, "trained", outcomes, missing, start)
             for key, outcome in outcomes.items():
@@ -143,6 +149,7 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
 def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None, description: str) -> None:
     """Measures the robustness of trained trials and tracks each result at once. The arguments are as in `train`."""
     from cluster.session import is_local, session  # imports Ray
+    from cluster.sweep import sweep
     from experiments.runner.restart import Restart
 
     start, store, placement = time.monotonic(), grid_run.workspace.store, replace(grid_run.placement, workers=1)
@@ -159,36 +166,26 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         def keep(task: MeasureTask, metrics: dict[str, float]) -> None:
             retry(lambda: grid_run.tracker.add(task.run_id, metrics))
 
+        prepare(grid_run, description)
+        grid_run.tracker.begin()
         progress, errors = MeasureProgress(tasks, keep, sys.stderr), (UserError, DataError, CheckpointError)
-        outcomes = _sweep(measure_trial, tasks, grid_run, placement, progress, restart, description, non_retryable=errors)
+        restart.has_advanced = progress.has_advanced
+        try:
+            with _ray_folder(grid_run) as folder:
+                outcomes = sweep(measure_trial, tasks, placement, storage=folder, observer=progress, non_retryable=errors)
+        finally:
+            progress.close()
         _conclude(grid_run, "measured", outcomes, trials, start)
 
 
-def _sweep(
-    function: Callable[..., object],
-    values: Mapping[str, Any],
-    grid_run: GridRun,
-    placement: Placement,
-    progress: Progress | MeasureProgress,
-    restart: Restart,
-    description: str,
-    **options: Any,
-) -> dict[str, Outcome]:
-    """Prepares the grid's page in MLflow and a folder for Ray's files, and sweeps over `values`."""
-    from cluster.sweep import sweep  # imports Ray Tune and Train
-
-    prepare(grid_run, description)
-    grid_run.tracker.begin()
-    restart.has_advanced = progress.has_advanced
+@contextmanager
+def _ray_folder(grid_run: GridRun) -> Iterator[str]:
+    """A folder for Ray's files of a sweep. It is deleted at the end, and before if a killed run has left it."""
     store, folder = grid_run.workspace.store, f"sweeps/{grid_run.full_name}"
-    store.delete_folder(folder)  # that of a run that was killed
-    try:
-        outcomes = sweep(function, values, placement, storage=store.uri(folder), observer=progress, **options)
-    finally:
-        progress.close()
+    store.delete_folder(folder)
+    yield store.uri(folder)
     with suppress(StorageError):
         store.delete_folder(folder)
-    return outcomes
 
 
 def _conclude(grid_run: GridRun, verb: str, outcomes: Mapping[str, Outcome], trials: Mapping[str, Trial], start: float) -> None:
