@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.grids.config import value_at
 from experiments.grids.grid import Plot, Trial
 from experiments.report import plots
-from experiments.report.data import GridReport, Measurement, TableRow, family
+from experiments.report.data import GridReport, Measurement, TableRow, family, has_small_networks
 from experiments.report.plots import Chart, Point, Series
 
 CURVES = {"val/top1": ("validation top-1, %", 100.0), "train/loss": ("training loss", math.inf)}
@@ -79,7 +79,8 @@ def cost_charts(report: GridReport) -> list[Chart]:
     """Accuracy over parameters and over FLOPs, by family of models."""
     charts = []
     labels = _labels(report)
-    for field, words in {"params": "million parameters", "flops": "billion FLOPs"}.items():
+    flops = ("flops_millions", "million FLOPs") if has_small_networks(report.rows) else ("flops", "billion FLOPs")
+    for field, words in (("params", "million parameters"), flops):
         for side in _sides(report.rows, report.grid_run.profile):
             series = []
             for style, (name, rows) in enumerate(report.families.items()):

@@ -282,6 +282,11 @@ class GridReport:
         return shown_rows(self.rows)
 
 
+def has_small_networks(rows: Sequence[TableRow]) -> bool:
+    """Whether tables and charts show FLOPs in millions."""
+    return max((row.flops or 0.0 for row in rows), default=0.0) < 0.1
+
+
 def shown_rows(rows: Sequence[TableRow]) -> list[str]:
     """The ids of the `MOST_ROWS` best rows by top-1, in order; a page shows their curves, labels and commands."""
     best = {row.id for row in sorted(rows, key=lambda row: -(row.top1 or 0.0))[:MOST_ROWS]}

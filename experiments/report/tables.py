@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from experiments.evaluation.protocol import TITLES
 from experiments.report import interval
-from experiments.report.data import Measurement, TableRow
+from experiments.report.data import Measurement, TableRow, has_small_networks
 
 LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -134,7 +134,7 @@ def shown_columns(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS)
     shown = [column for column in columns if any(getattr(row, column.field) is not None for row in rows)]
     shown = [column for column in shown if column.field != "seeds" or has_seeds]
     if not any(row.paper_params for row in rows):  # the models may be small
-        unit = FLOPS_M if max(row.flops or 0.0 for row in rows) < 0.1 else FLOPS_G
+        unit = FLOPS_M if has_small_networks(rows) else FLOPS_G
         shown = [{"params": PARAMS, "flops": unit}.get(column.field, column) for column in shown]
     return [*shown[:1], *_setting_columns(rows), *shown[1:]]
 

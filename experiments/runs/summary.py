@@ -26,7 +26,7 @@ class Epoch:
     top5: float | None
     """Percent."""
     train_top1: float | None = None
-    """Percent of the training images; None in checkpoints from before 0.2.0."""
+    """Percent of the training images; None in checkpoints of earlier versions."""
 
     def metrics(self) -> dict[str, float]:
         names = {

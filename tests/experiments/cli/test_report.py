@@ -88,7 +88,7 @@ def test_prints_the_table_if_its_folder_cannot_be_written(
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_mlflow_description_has_all_conditions_and_rows_and_links_to_other_grids(name: Any, tmp_path: Path) -> None:
-    """For the grids of the paper with two seeds, one of which another grid has trained."""
+    """For the grids of the paper, with two seeds; another grid has trained one of them."""
     grid_run = open_grid_run(PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
     protocol = PROTOCOLS[name]
     names = [metric for one in protocol.conditions for metric in one.metrics(dict.fromkeys(one.numbers, 0.0))]
