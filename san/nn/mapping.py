@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from san.nn.norm import affine_of, forget, is_plain, is_pointwise, norm_relu, reused, tensors_of, uses_batch
+from san.nn.norm import affine_of, convolve, forget, is_plain, is_pointwise, norm_relu, reused, tensors_of, uses_batch
 from san.ops import fused as kernels
 from san.ops.functional import fuses
 
@@ -60,6 +60,14 @@ class Gamma(nn.Sequential):
         for step, (width_in, width_out) in enumerate(pairwise(widths)):
             layers += [nn.BatchNorm2d(width_in), nn.ReLU(), nn.Conv2d(width_in, width_out, 1, bias=step == last)]
         return cls(*layers)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """The layers in turn. Each BatchNorm and its ReLU run as one operator if they are ordinary layers."""
+        if len(self) % 3:  # not those of `of`
+            return super().forward(x_NCHW)
+        for at in range(0, len(self), 3):
+            x_NCHW = convolve(self[at + 2], norm_relu(self[at], self[at + 1], x_NCHW))
+        return x_NCHW
 
     def fuses_pairs(self, maps: PairMaps) -> bool:
         """Whether `pair_weights` can replace the layers. On a GPU, only LRL of float32 differences is fused."""

@@ -106,8 +106,10 @@ def tags_of(database: Path, name: str) -> list[str]:
 
 
 def states_of(database: Path) -> list[str]:
-    """Status of each trial's run in a database."""
+    """Status of each trial's run in a database; none before MLflow has created its tables."""
     with sqlite3.connect(database) as store:
+        if store.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('runs', 'tags')").fetchone() != (2,):
+            return []
         question = "SELECT status FROM runs JOIN tags USING (run_uuid) WHERE key = 'san.role' AND value = 'trial'"
         return [status for (status,) in store.execute(question)]
 
