@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: bool) -> None:
     """List runs with state, epoch, top-1 and age, newest first.
 
+    Runs of the same name are listed with the settings in which they differ.
+
     GRID is the name or file of a grid. Without it, lists all runs in the store.
 
     \b
@@ -95,7 +97,7 @@ def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
 def _listed(run: Listed) -> str:
     epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
     top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
-    name = printable(f"{run.key}  {run.grid}-{run.profile} {run.name}")
+    name = printable(f"{run.key}  {run.grid}-{run.profile} {run.name} {run.differs}".rstrip())
     return f"{run.state:11s}  {epoch:>9s}  {top1:>7s}  {age(run.age):>6s}  {name}"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlflow.entities import Run
@@ -34,6 +36,8 @@ class Listed:
     age: float
     """Seconds since the run ended, or since it started if it has not ended."""
     error: str | None
+    differs: str
+    """The settings in which runs of the same grid, profile and name differ, such as `recipe.epochs=5`."""
 
 
 def list_runs(uri: str, grid: str | None) -> list[Listed]:
@@ -51,7 +55,8 @@ def list_runs(uri: str, grid: str | None) -> list[Listed]:
                 raise TrackerError(f"MLflow at {uri} has no runs of grid {grid!r}; list the runs of all grids with `san runs`")
         everywhere = [experiment.experiment_id for experiment in experiments]
         runs = pages(client.search_runs, everywhere, "tags.`san.role` = 'trial'")
-    return sorted(map(_listed, runs), key=lambda listed: listed.age)
+    differences = _differences(runs)
+    return sorted((_listed(run, differences.get(run.info.run_id, "")) for run in runs), key=lambda listed: listed.age)
 
 
 def trial_key(uri: str, name: str) -> str:
@@ -81,7 +86,22 @@ def trial_key(uri: str, name: str) -> str:
     return str(tags["san.trial"])
 
 
-def _listed(run: Run) -> Listed:
+def _differences(runs: Iterable[Run]) -> dict[str, str]:
+    """By the id of a run, the settings in which it differs from others of the same grid, profile and name."""
+    namesakes: dict[tuple[str, ...], list[Run]] = defaultdict(list)
+    for run in runs:
+        if run.data.params:  # a trial logs them when it starts to train
+            namesakes[tuple(run.data.tags[tag] for tag in ("san.grid", "san.profile", "mlflow.runName"))].append(run)
+    found = {}
+    for group in namesakes.values():
+        names = {name for run in group for name in run.data.params} - {"recipe.lr_used"}  # it follows from other settings
+        differ = [name for name in sorted(names) if len({run.data.params.get(name) for run in group}) > 1]
+        for run in group:
+            found[run.info.run_id] = " ".join(f"{name}={run.data.params.get(name)}" for name in differ)
+    return found
+
+
+def _listed(run: Run, differs: str) -> Listed:
     tags, metrics, params = run.data.tags, run.data.metrics, run.data.params
     return Listed(
         grid=tags["san.grid"],
@@ -94,4 +114,5 @@ def _listed(run: Run) -> Listed:
         top1=metrics.get("val/top1"),
         age=time.time() - (run.info.end_time or run.info.start_time) / 1000,
         error=tags.get("san.error"),
+        differs=differs,
     )
