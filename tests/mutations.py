@@ -3,7 +3,8 @@
     python -m tests.mutations --seed 1 --count 40
 
 A mutation negates a condition, removes a statement or changes a number in a copy of the repository. The test file of the same
-name runs first, then the tests of the same folder, and all everyday tests only if those pass, unless --quick is given.
+name, or those that tests/README.md names, run first. If they pass, the tests of the same folder and then all everyday tests
+follow, unless --quick is given.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import ast
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -63,9 +65,31 @@ def broken(source: str, rng: random.Random) -> tuple[str, str] | None:
     return ast.unparse(ast.fix_missing_locations(tree)), f"{before} -> {ast.unparse(after).splitlines()[0][:40]}"
 
 
+def covering(tests: Path, name: Path) -> list[Path]:
+    """The test files of a module: those of its name, and those in the table of tests/README.md."""
+    row = re.search(rf"^\| `{name}` \| (.*) \|$", (tests / "README.md").read_text(), re.MULTILINE)
+    named = [tests / file for file in re.findall(r"`(.*?\.py)`", row[1])] if row else []
+    return [*sorted(tests.rglob(f"test_{name.name}")), *named]
+
+
 def notices(copy: Path, *where: str) -> bool:
     """Whether a test fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-m", "not slow", "-p", "no:cacheprovider", *where]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n",
+        "2",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+        "--ignore",
+        "tests/clients",
+        *where,
+    ]
     done = subprocess.run(command, cwd=copy, env=os.environ | {"PYTHONPATH": str(copy)}, capture_output=True)
     return done.returncode not in (0, 5)  # 5: no tests there
 
@@ -74,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--quick", action="store_true", help="run only the tests of the same folder")
+    parser.add_argument("--quick", action="store_true", help="run only the test files of the changed module")
     options = parser.parse_args()
     rng, tried, noticed = random.Random(options.seed), 0, 0
     files = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
@@ -85,15 +109,14 @@ def main() -> None:
         change = broken(path.read_text(), rng)
         if change is None:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            copy, name = Path(folder) / "copy", path.relative_to(ROOT)
+        with tempfile.TemporaryDirectory() as temporary:
+            copy, name = Path(temporary) / "copy", path.relative_to(ROOT)
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "data", "runs", "site"))
             (copy / name).write_text(change[0])
-            near = copy / "tests" / (name.parent.relative_to("san") if name.parts[0] == "san" else name.parent)
-            stages = [*sorted((copy / "tests").rglob(f"test_{name.name}")), *([near] if near != copy / "tests" else [])]
-            found = any(notices(copy, str(tests)) for tests in stages if tests.exists()) or (
-                not options.quick and notices(copy, "tests", "--ignore", "tests/clients")
-            )
+            tests = copy / "tests"
+            folder = tests / (name.parent.relative_to("san") if name.parts[0] == "san" else name.parent)
+            stages = [covering(tests, name), [folder] if folder.exists() and folder != tests else [], [tests]]
+            found = any(notices(copy, *map(str, where)) for where in stages[: 1 if options.quick else 3] if where)
         tried, noticed = tried + 1, noticed + found
         print(f"| `{name}` | `{change[1].replace('|', '/')}` | {'yes' if found else 'NO'} |", flush=True)
     print(f"\n{noticed} of {tried} mutations noticed, seed {options.seed}")
