@@ -72,6 +72,12 @@ def covering(tests: Path, name: Path) -> list[Path]:
     return [*sorted(tests.rglob(f"test_{name.name}")), *named]
 
 
+def skipped(folder: str, names: list[str]) -> set[str]:
+    """What a copy of the repository does not need: images, runs, caches and environments."""
+    outputs = {"data", "runs", "site"} if Path(folder) == ROOT else set()
+    return {name for name in names if name.startswith(".") or name in {"__pycache__", *outputs}}
+
+
 def notices(copy: Path, *where: str) -> bool:
     """Whether a test fails."""
     command = [
@@ -111,7 +117,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as temporary:
             copy, name = Path(temporary) / "copy", path.relative_to(ROOT)
-            shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "data", "runs", "site"))
+            shutil.copytree(ROOT, copy, ignore=skipped)
             (copy / name).write_text(change[0])
             tests = copy / "tests"
             folder = tests / (name.parent.relative_to("san") if name.parts[0] == "san" else name.parent)
