@@ -121,8 +121,8 @@ def main() -> None:
             (copy / name).write_text(change[0])
             tests = copy / "tests"
             folder = tests / (name.parent.relative_to("san") if name.parts[0] == "san" else name.parent)
-            stages = [covering(tests, name), [folder] if folder.exists() and folder != tests else [], [tests]]
-            found = any(notices(copy, *map(str, where)) for where in stages[: 1 if options.quick else 3] if where)
+            stages = [where for where in (covering(tests, name), [folder], [tests]) if where and where[0].exists()]
+            found = any(notices(copy, *map(str, where)) for where in (stages[:1] if options.quick else stages))
         tried, noticed = tried + 1, noticed + found
         print(f"| `{name}` | `{change[1].replace('|', '/')}` | {'yes' if found else 'NO'} |", flush=True)
     print(f"\n{noticed} of {tried} mutations noticed, seed {options.seed}")
