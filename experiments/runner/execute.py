@@ -17,7 +17,7 @@ from experiments.runner.grid_run import GridRun, is_done, is_finished, known_res
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import missing_measurements, room, to_train, trials_that_fit
 from experiments.runner.progress import Progress, duration
-from experiments.runs.claims import StopRequest, claimed_trials
+from experiments.runs.claims import Claim, StopRequest, claimed_trials
 from experiments.runs.retry import OUTAGE_TIMEOUT, retry
 from experiments.runs.store import ClaimedError, StorageError, node_lock
 from experiments.runs.summary import read_top1
@@ -30,6 +30,7 @@ from san import CheckpointError
 if TYPE_CHECKING:
     from cluster.halving import Judge
     from cluster.sweep import Outcome
+    from experiments.runner.restart import Restart
 
 
 def execute(grid_run: GridRun, address: str | None, describe: Callable[[Mapping[str, Result]], str]) -> dict[str, Result]:
@@ -75,15 +76,12 @@ def execute(grid_run: GridRun, address: str | None, describe: Callable[[Mapping[
 def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, description: str) -> list[str]:
     """Trains trials that no other process is training, and describes the grid in MLflow. Returns the keys of the trials that
     did not fail."""
-    from cluster.interrupt import interruptible
     from cluster.session import alone, is_local, session  # imports Ray
-    from cluster.sweep import sweep
     from experiments.runner.restart import Restart
 
     start, store = time.monotonic(), grid_run.workspace.store
     on_this_machine = is_local(address)
     restart = Restart(grid_run, missing.values(), on_this_machine)
-    stop = StopRequest(store.with_outage_timeout(0), grid_run.full_name)  # training goes on while a bucket is away
     with session(address, restart) as resources, alone() if on_this_machine else nullcontext(True) as is_alone:
         if not is_alone:
             print_status(
@@ -102,48 +100,65 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
                 print_status(f"skipped, because another `san run` is training the same trials: {', '.join(others)}")
             results = known_results(grid_run)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(grid_run, results, trial)}
-            epochs = {key: trial.config.recipe.epochs for key, trial in claimed.items()}
             prepare(grid_run, description)
             grid_run.tracker.begin()
-            progress = Progress({key: trial.name for key, trial in claimed.items()}, epochs, sys.stderr, start=start)
-            restart.has_advanced = progress.has_advanced
-
-            def ask_trials() -> None:
-                progress.interrupted()
-                stop.send()
-
-            stop.withdraw()  # that of a run that was killed
-            try:
-                with (
-                    _early_stopping(grid_run, results) as should_continue,
-                    _ray_folder(grid_run) as folder,
-                    interruptible(ask_trials) as is_interrupted,
-                ):
-                    train_one = functools.partial(
-                        run_trial, grid_run.workspace, should_continue=should_continue, should_stop=stop, grid_claim=claim
-                    )
-                    outcomes = sweep(
-                        train_one,
-                        claimed,
-                        grid_run.placement,
-                        storage=folder,
-                        observer=progress,
-                        non_retryable=(UserError, DataError, FloatingPointError),
-                        fatal=(MachineError, ClaimedError),
-                        is_interrupted=is_interrupted,
-                    )
-            except KeyboardInterrupt:
-                with suppress(TrackerError):
-                    grid_run.tracker.interrupted(claimed.values())
-                raise
-            finally:
-                progress.close()
-                stop.withdraw()
+            outcomes = _train_claimed(grid_run, claimed, claim, results, restart, start)
             _conclude(grid_run, "trained", outcomes, missing, start)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
                     retry(functools.partial(grid_run.tracker.failed, missing[key], outcome.error))
     return [key for key, outcome in outcomes.items() if outcome.error is None]
+
+
+def _train_claimed(
+    grid_run: GridRun,
+    trials: dict[str, Trial],
+    claim: Claim,
+    results: Mapping[str, Result],
+    restart: Restart,
+    start: float,
+) -> dict[str, Outcome]:
+    """Trains trials with Ray Tune and shows their progress. On Ctrl-C, the trials save their work first."""
+    from cluster.interrupt import interruptible
+    from cluster.sweep import sweep
+
+    epochs = {key: trial.config.recipe.epochs for key, trial in trials.items()}
+    progress = Progress({key: trial.name for key, trial in trials.items()}, epochs, sys.stderr, start=start)
+    restart.has_advanced = progress.has_advanced
+    # Training goes on while a bucket is away.
+    stop = StopRequest(grid_run.workspace.store.with_outage_timeout(0), grid_run.full_name)
+
+    def ask_trials() -> None:
+        progress.interrupted()
+        stop.send()
+
+    stop.withdraw()  # that of a run that was killed
+    try:
+        with (
+            _early_stopping(grid_run, results) as should_continue,
+            _ray_folder(grid_run) as folder,
+            interruptible(ask_trials) as is_interrupted,
+        ):
+            train_one = functools.partial(
+                run_trial, grid_run.workspace, should_continue=should_continue, should_stop=stop, grid_claim=claim
+            )
+            return sweep(
+                train_one,
+                trials,
+                grid_run.placement,
+                storage=folder,
+                observer=progress,
+                non_retryable=(UserError, DataError, FloatingPointError),
+                fatal=(MachineError, ClaimedError),
+                is_interrupted=is_interrupted,
+            )
+    except KeyboardInterrupt:
+        with suppress(TrackerError):
+            grid_run.tracker.interrupted(trials.values())
+        raise
+    finally:
+        progress.close()
+        stop.withdraw()
 
 
 def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None, description: str) -> None:

@@ -64,7 +64,9 @@ class Gamma(nn.Sequential):
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """The layers in turn. Each BatchNorm and its ReLU run as one operator if they are ordinary layers."""
         if len(self) % 3:  # not those of `of`
-            return super().forward(x_NCHW)
+            for layer in self:
+                x_NCHW = layer(x_NCHW)
+            return x_NCHW
         for at in range(0, len(self), 3):
             x_NCHW = convolve(self[at + 2], norm_relu(self[at], self[at + 1], x_NCHW))
         return x_NCHW
