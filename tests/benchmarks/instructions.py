@@ -1,6 +1,6 @@
 """Registers and spills of the compiled CUDA kernels; needs nvcc, but no GPU.
 
-    python -m tests.benchmarks.instructions [--launches] [FILE.cu ...]
+    python -m tests.benchmarks.instructions [--launches]
 
 Prints a Markdown table of each source for sm_80 and sm_90. --launches runs the CUDA sources on the CPU and counts the kernels
 that each operator starts.
@@ -87,14 +87,13 @@ def calls(sizes: cases.Sizes) -> Iterator[tuple[str, tuple[Any, ...]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", action="store_true", help="count the kernels that each operator starts")
-    parser.add_argument("sources", nargs="*", type=Path, default=build.sources("cuda"))
     arguments = parser.parse_args()
     try:
         toolchain = build.Toolchain.find(cuda=True)
     except build.BuildError as error:
         parser.exit(1, f"{error}\n")
     for architecture in SHARED_BYTES:
-        for source in arguments.sources:
+        for source in build.sources("cuda"):
             print(table(f"{source.name}, sm_{architecture}", HEADER, compiled(source, architecture, toolchain)), flush=True)
     if arguments.launches:
         print(table("Kernels started", ["operator", "kernels"], list(launches().items())))

@@ -118,17 +118,6 @@ def test_changed_layers_give_the_same_result_as_the_reference(
             torch.testing.assert_close(buffer, expected.get_buffer(key), rtol=1e-8, atol=1e-8)
 
 
-def test_grouped_convolution_in_gamma() -> None:
-    attention = san.PairwiseAttention(64, 3, r1=16, group_size=4).double()
-    channels = attention.gamma[2].in_channels
-    assert channels == 6
-    attention.gamma[2] = nn.Conv2d(channels, attention.gamma[2].out_channels, 1, groups=2).double()
-    x_NCHW = torch.randn(2, 64, 8, 8, dtype=torch.float64)
-    with ops.backend("reference"):
-        expected = copy.deepcopy(attention)(x_NCHW)
-    torch.testing.assert_close(attention(x_NCHW), expected)
-
-
 @pytest.mark.parametrize("value", [1e4, 1e8, 1e30, math.inf, math.nan])
 def test_huge_pixel_only_affects_pixels_whose_footprints_contain_it(value: float) -> None:
     torch.manual_seed(0)

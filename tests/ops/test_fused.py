@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from san.ops import library
 from tests.ops.cases import (
     OPERATORS,
     SIZES,
@@ -28,10 +27,9 @@ from tests.ops.cases import (
     sample,
     with_half_weights,
 )
+from tests.ops.threads import assert_same_bits_with_any_number_of_threads
 
 ROOT = Path(__file__).parents[2]
-
-assert library.load(), "these tests need the compiled kernels"
 
 # With few channels, the CPU kernels process 16 pixels at once: rows with one fewer, exactly as many, and more.
 LONG_ROWS = [Sizes(1, 9, width, 3, 4, 4, 2) for width in (15, 16, 37)]
@@ -107,25 +105,15 @@ def test_empty_batch(operator: str) -> None:
         assert outputs[0].shape[0] == 0 and all((x == 0).all() for x in grads)
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @every_operator
 @pytest.mark.parametrize(
     "sizes", [Sizes(1, 91, 9), Sizes(5, 32, 12, 5, hidden=17), Sizes(70, 4, 4), Sizes(4, 7, 7, 3, 70, 20, 64)], ids=str
 )
-def test_same_bits_with_any_number_of_threads(operator: str, sizes: Sizes, threads: Callable[[int], None]) -> None:
+def test_same_bits_with_any_number_of_threads(operator: str, sizes: Sizes) -> None:
     tensors = sample(operator, sizes, torch.float32)
-    found = []
-    for count in (1, 2, 3):
-        threads(count)
-        found.append(sum(differentiated(lambda t: computed(operator, t, sizes), tensors), ()))
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert_same_bits_with_any_number_of_threads(
+        lambda: sum(differentiated(lambda t: computed(operator, t, sizes), tensors), ())
+    )
 
 
 @every_operator

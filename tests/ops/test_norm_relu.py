@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import batch_norm
 
-from san.ops import definitions, fused, library
-
-assert library.load(), "these tests need the compiled kernels"
+from san.ops import fused
+from tests.ops.threads import assert_same_bits_with_any_number_of_threads
 
 # One pixel per row of the kernel or many, whole rows or not, and several tasks.
 SHAPES = [(2, 5, 3, 4), (1, 64, 5, 5), (3, 100, 7, 7), (2, 1, 9, 8), (2, 2048, 3, 3), (4, 32, 64, 65)]
@@ -112,21 +111,9 @@ def test_gradients_can_be_differentiated(of_batch: bool) -> None:
     assert_near(got, penalty(reference, doubled(inputs)), 1e-4)
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @every_shape
-def test_same_bits_with_any_number_of_threads(shape: tuple[int, ...], threads: Callable[[int], None]) -> None:
-    results = []
-    for count in (1, 2, 3):
-        threads(count)
-        results.append(differentiated(computed, sample(shape)))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+def test_same_bits_with_any_number_of_threads(shape: tuple[int, ...]) -> None:
+    assert_same_bits_with_any_number_of_threads(lambda: differentiated(computed, sample(shape)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30], ids=str)
@@ -147,14 +134,6 @@ def test_noncontiguous_gradient() -> None:
     grad = torch.ones(()).expand(y_NCHW.shape)
     got, want = (torch.autograd.grad(y_NCHW, leaf, g, retain_graph=True)[0] for g in (grad, grad.contiguous()))
     assert torch.equal(got, want)
-
-
-def test_definition_matches_the_kernel() -> None:
-    x_NCHW, weight, bias, _, _ = sample()
-    x_NHWC = x_NCHW.permute(0, 2, 3, 1)
-    y_NHWC, mean, var = torch.ops.san.norm_relu(x_NHWC, weight, bias, None, None, 1e-5)
-    for statistics in ((None, None), (mean.float(), var.float())):
-        torch.testing.assert_close(y_NHWC, definitions.norm_relu(x_NHWC, weight, bias, *statistics, 1e-5))
 
 
 def test_rejects_vectors_of_the_wrong_size() -> None:

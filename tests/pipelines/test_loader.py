@@ -287,12 +287,6 @@ def test_error_names_a_changed_image(colours: Path, split: str) -> None:
         list(one.epoch(0))
 
 
-def test_batches_do_not_share_memory(shades: Path) -> None:
-    one = loader(shades, "train")
-    kept = [(batch.images_NCHW, batch.images_NCHW.clone()) for batch in one.epoch(0)]
-    assert all(torch.equal(held, copied) for held, copied in kept)
-
-
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     """Records the decoding pipelines."""
@@ -362,11 +356,6 @@ def test_wait_seconds_exclude_the_consumer(colours: Path) -> None:
     for _ in one.epoch(0):
         time.sleep(0.05)
     assert 0 < one.wait_seconds <= time.perf_counter() - began - 5 * 0.05
-
-
-def test_rejects_training_with_idle_ranks(colours: Path) -> None:
-    with pytest.raises(DataError, match=r"23 images .* 2 workers"):
-        loader(colours, "train", batch_size=2, world_size=2)
 
 
 @pytest.mark.parametrize(("cpus", "threads"), [(1, 1), (2, 2), (3, 2), (8, 7)])
