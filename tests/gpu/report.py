@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tests.benchmarks import tables
 from tests.gpu.case import Row
 
 BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
@@ -41,11 +42,7 @@ def rows(records: Iterable[Row], part: str) -> Iterator[Row]:
 
 
 def table(title: str, heading: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    if not lines:
-        return ""
-    cells = [" | ".join(map(str, line)) for line in lines]
-    rule = "|---" + "|---:" * (len(heading) - 1) + "|"
-    return "\n".join([f"**{title}**\n", f"| {' | '.join(heading)} |", rule, *(f"| {line} |" for line in cells)])
+    return tables.table(title, heading, lines).strip() if lines else ""
 
 
 def ranged(values: Sequence[float] | None, digits: int = 2) -> str:

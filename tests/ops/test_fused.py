@@ -49,13 +49,6 @@ def test_matches_the_definition(operator: str, sizes: Sizes, dtype: torch.dtype,
     assert_near(got_grads, want_grads, gradients)
 
 
-@every_operator
-def test_gradcheck(operator: str) -> None:
-    sizes = Sizes(batch=1, height=3, width=4, channels=3, hidden=3, products=1)
-    leaves = [x.requires_grad_() for x in sample(operator, sizes)]
-    assert torch.autograd.gradcheck(lambda *x: computed(operator, x, sizes), leaves)
-
-
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "channels first": lambda x: x.movedim(-1, 1).contiguous().movedim(1, -1) if x.dim() > 1 else x,
@@ -273,18 +266,12 @@ def test_covariance_of_large_values() -> None:
     assert_near((mean, covariance), (exact_mean, exact_covariance), 2e-5)
 
 
-@pytest.mark.parametrize("times", [1e4, 1e20, 1e30], ids=str)
+@pytest.mark.parametrize("times", [1e3, 1e4, 1e20, 1e30], ids=str)
 def test_extreme_logits_do_not_overflow(times: float) -> None:
     *tensors, weight2 = sample("pair_weights", dtype=torch.float32)
     arguments = (*tensors, weight2 * times)
-    (w,) = computed("pair_weights", arguments, Sizes())
-    (wanted,) = defined("pair_weights", tuple(x.double() for x in arguments), Sizes())
-    assert_near((w,), (wanted,), 1e-3)
-
-
-def test_gradients_of_a_saturated_softmax() -> None:
-    *tensors, weight2 = sample("pair_weights", dtype=torch.float32)
-    arguments = (*tensors, weight2 * 1e3)  # one position has nearly all the weight
-    _, got = differentiated(lambda t: computed("pair_weights", t, Sizes()), arguments)
-    _, want = differentiated(lambda t: defined("pair_weights", t, Sizes()), tuple(x.double() for x in arguments))
-    assert_near(got, want, 1e-2)
+    got, grads = differentiated(lambda t: computed("pair_weights", t, Sizes()), arguments)
+    want, want_grads = differentiated(lambda t: defined("pair_weights", t, Sizes()), tuple(x.double() for x in arguments))
+    assert_near(got, want, 1e-3)
+    if times == 1e3:  # one position has nearly all the weight
+        assert_near(grads, want_grads, 1e-2)

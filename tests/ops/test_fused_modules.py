@@ -294,21 +294,6 @@ def test_changed_layers_run_unfused(kind: str, change: str) -> None:
     assert_matches_reference(module, x)
 
 
-OTHER_MODULES: dict[str, Callable[[], SelfAttention]] = {
-    "dot": lambda: PairwiseAttention(32, 3, relation="dot", group_size=4).double(),
-    "star": lambda: PatchwiseAttention(32, 3, relation="star", group_size=4).double(),
-    "clique": lambda: PatchwiseAttention(32, 3, relation="clique", group_size=4).double(),
-    "two hidden layers": Setting(mapping="LRLRL").module,
-}
-
-
-@pytest.mark.parametrize("which", OTHER_MODULES)
-def test_modules_without_a_fused_operator_run_unfused(which: str) -> None:
-    module, x = OTHER_MODULES[which](), Setting().x()
-    assert not is_fused(module, x)
-    assert_matches_reference(module, x)
-
-
 STILL_FUSED: dict[str, Callable[[Any], Any]] = {
     "no momentum": lambda m: replace_norm(m, 0, momentum=None),
     "no running statistics": lambda m: replace_norm(m, 3, track_running_stats=False),

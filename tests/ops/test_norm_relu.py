@@ -38,12 +38,12 @@ def computed(*inputs: Tensor | None) -> Tensor:
     return fused.norm_relu(*inputs, 1e-5)[0]  # type: ignore[arg-type]
 
 
-def differentiated(function: Callable[..., Tensor], inputs: Inputs, **options: bool) -> tuple[Tensor, ...]:
+def differentiated(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
     """The result and the gradients of x, weight and bias."""
     leaves = [x.detach().requires_grad_() for x in inputs[:3] if x is not None]
     y_NCHW = function(*leaves, *inputs[3:])
     grad = torch.randn(y_NCHW.shape, generator=torch.Generator().manual_seed(1)).to(y_NCHW)
-    return y_NCHW.detach(), *torch.autograd.grad(y_NCHW, leaves, grad, **options)
+    return y_NCHW.detach(), *torch.autograd.grad(y_NCHW, leaves, grad)
 
 
 def doubled(inputs: Inputs) -> Inputs:

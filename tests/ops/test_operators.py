@@ -23,14 +23,6 @@ HALF = [torch.float16, torch.bfloat16]
 
 
 @every_operator
-@every_case
-def test_matches_reference(operator: Operator, case: Case) -> None:
-    inputs = operator.sample(case)
-    ours = gradients(operator.kernel(), inputs, *operator.rest(case))
-    torch.testing.assert_close(ours, operator.defined(inputs, case), rtol=1e-12, atol=1e-12)
-
-
-@every_operator
 @settings(max_examples=40)
 @given(
     batch=st.integers(0, 3),
@@ -51,10 +43,9 @@ def test_matches_reference_for_any_shape(
 
 
 @every_operator
-def test_gradcheck(operator: Operator) -> None:
+def test_gradgradcheck(operator: Operator) -> None:
     case = Case(1, 4, 3, 2, 3)
     arguments = (*(x.requires_grad_() for x in operator.sample(case)), *operator.rest(case))
-    assert torch.autograd.gradcheck(operator.kernel(), arguments)
     assert torch.autograd.gradgradcheck(operator.kernel(), arguments)
 
 
