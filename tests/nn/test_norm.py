@@ -207,19 +207,6 @@ def test_a_single_value_per_channel_cannot_be_normalized() -> None:
     norm_relu(norm.eval(), nn.ReLU(), x_NCHW[:1, :, :1, :1])
 
 
-def test_norm_and_relu_under_transforms() -> None:
-    norm, x_NCHW = norm_and_map()
-    norm.eval()
-
-    def loss(x: Tensor) -> Tensor:
-        return norm_relu(norm, nn.ReLU(), x).square().sum()
-
-    leaf = x_NCHW.clone().requires_grad_()
-    torch.testing.assert_close(torch.func.grad(loss)(x_NCHW), torch.autograd.grad(loss(leaf), leaf)[0])
-    traced = torch.fx.symbolic_trace(nn.Sequential(norm, nn.ReLU()))
-    torch.testing.assert_close(norm_relu(norm, nn.ReLU(), x_NCHW), traced(x_NCHW))
-
-
 @pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
 @pytest.mark.parametrize("images", [1, 3, 17])
 def test_pointwise_convolution_as_a_matrix_product(images: int, bias: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm
 
 from san.ops import fused
+from tests.ops.cases import Tensors, assert_near, differentiated
 from tests.ops.threads import assert_same_bits_with_any_number_of_threads
 
 # One pixel per row of the kernel or many, whole rows or not, and several tasks.
@@ -38,35 +39,28 @@ def computed(*inputs: Tensor | None) -> Tensor:
     return fused.norm_relu(*inputs, 1e-5)[0]  # type: ignore[arg-type]
 
 
-def differentiated(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
+def results(function: Callable[..., Tensor], inputs: Inputs) -> Tensors:
     """The result and the gradients of x, weight and bias."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:3] if x is not None]
-    y_NCHW = function(*leaves, *inputs[3:])
-    grad = torch.randn(y_NCHW.shape, generator=torch.Generator().manual_seed(1)).to(y_NCHW)
-    return y_NCHW.detach(), *torch.autograd.grad(y_NCHW, leaves, grad)
+    outputs, grads = differentiated(lambda leaves: (function(*leaves, *inputs[3:]),), inputs[:3])
+    return *outputs, *grads
 
 
 def doubled(inputs: Inputs) -> Inputs:
     return tuple(x if x is None else x.double() for x in inputs)  # type: ignore[return-value]
 
 
-def assert_near(got: tuple[Tensor, ...], want: tuple[Tensor, ...], allowed: float) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).norm() <= allowed * b.norm()
-
-
 @every_shape
 @both_statistics
 def test_matches_torch(shape: tuple[int, ...], of_batch: bool) -> None:
     inputs = sample(shape, of_batch)
-    assert_near(differentiated(computed, inputs), differentiated(reference, doubled(inputs)), 2e-6)
+    assert_near(results(computed, inputs), results(reference, doubled(inputs)), 2e-6)
 
 
 @pytest.mark.parametrize("mean", [1e3, 1e4], ids=str)
 @both_statistics
 def test_large_means(mean: float, of_batch: bool) -> None:
     inputs = sample((4, 32, 64, 65), of_batch, mean)
-    got, want = differentiated(computed, inputs), differentiated(reference, doubled(inputs))
+    got, want = results(computed, inputs), results(reference, doubled(inputs))
     signs = (got[0] > 0) != (want[0] > 0)  # values next to 0 may be rounded to its other side
     assert_near(got[:1], want[:1], 2e-6)
     assert signs.float().mean() < 1e-5
@@ -113,7 +107,7 @@ def test_gradients_can_be_differentiated(of_batch: bool) -> None:
 
 @every_shape
 def test_same_bits_with_any_number_of_threads(shape: tuple[int, ...]) -> None:
-    assert_same_bits_with_any_number_of_threads(lambda: differentiated(computed, sample(shape)))
+    assert_same_bits_with_any_number_of_threads(lambda: results(computed, sample(shape)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30], ids=str)
@@ -122,7 +116,7 @@ def test_extreme_pixels_act_as_in_torch(value: float, of_batch: bool) -> None:
     for pixel in (0, 3):
         inputs = sample(of_batch=of_batch)
         inputs[0][0, 1, 0, pixel] = value
-        got, want = differentiated(computed, inputs), differentiated(reference, doubled(inputs))
+        got, want = results(computed, inputs), results(reference, doubled(inputs))
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, equal_nan=True)
 
