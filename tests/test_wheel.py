@@ -14,21 +14,12 @@ import pytest
 from cuda_ext.build import SOURCE_DIR
 
 CODE = """
-import time, warnings
+import warnings
 import torch
 warnings.simplefilter("error")  # the reference operators would warn
 import san
-model, x = san.create_model("san10_pairwise", 10, width_mult=0.5).eval(), torch.randn(2, 3, 128, 128)
-def seconds():
-    begun = time.perf_counter()
-    model(x)
-    return time.perf_counter() - begun
-with torch.no_grad():
-    ours = min(seconds() for _ in range(5))
-    with san.ops.backend("reference"):
-        reference = min(seconds() for _ in range(5))
+san.create_model("san10_pairwise", 10, width_mult=0.5).eval()(torch.randn(2, 3, 128, 128))
 print(san.__file__)
-print(f"speed-up over the reference: {reference / ours:.1f}")
 """
 
 
@@ -51,9 +42,7 @@ def test_wheel_runs_kernels_without_compiler_and_with_a_read_only_home(wheel: Pa
     run = [tmp_path / "venv/bin/python", "-c", CODE]
     done = subprocess.run(run, cwd=home, env={"HOME": str(home), "PATH": "/nowhere"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    place, speed = done.stdout.splitlines()
-    assert place.startswith(str(packages)) and not list(home.iterdir())
-    print(speed)
+    assert done.stdout.startswith(str(packages)) and not list(home.iterdir())
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
 """Measures SAN10 and its attention layers on the CPU: time and memory.
 
-    python -m tests.benchmarks.attention [--threads 2] [--repeats 7] [--batch 4] [--only memory]
+    python -m tests.benchmarks.attention [--repeats 7] [--only memory]
 
-The inputs are random images of 224x224 in channels-last memory. The back ends `reference` (pad, unfold, einsum) and `unfused`
-(one kernel per operator) are compared with the fused operators: ratios are other / fused within a repeat, and the tables list
-medians and ranges. Each table is measured in a new process. `python -m tests.gpu` measures GPUs.
+The inputs are four random images of 224x224 in channels-last memory; torch has two threads. The back ends `reference` (pad,
+unfold, einsum) and `unfused` (one kernel per operator) are compared with the fused operators: ratios are other / fused within a
+repeat, and the tables list medians and ranges. Each table is measured in a new process. `python -m tests.gpu` measures GPUs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -34,17 +33,9 @@ from tests.benchmarks.stages import KINDS, STAGES, Core
 from tests.benchmarks.tables import ratio, table
 
 BACKENDS: tuple[ops.Backend, ...] = ("auto", "unfused", "reference")
+BATCH, THREADS = 4, 2
 Call = Callable[[], Any]
 M_MMAP_THRESHOLD = -3  # from <malloc.h>
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Options of the command."""
-
-    repeats: int
-    batch: int
-    threads: int
 
 
 def under(backend: ops.Backend, call: Call) -> Call:
@@ -99,13 +90,13 @@ def steps(model: torch.nn.Module, images: Tensor) -> dict[str, Call]:
     return {"training step": train, "evaluation": evaluate}
 
 
-def network(bench: Bench, kind: str) -> None:
+def network(kind: str, repeats: int) -> None:
     """Measures SAN10 with each back end and without its attention, and ResNet26."""
-    images = torch.randn(bench.batch, 3, 224, 224).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(BATCH, 3, 224, 224).contiguous(memory_format=torch.channels_last)
     resnet, rows = steps(san.create_model("resnet26"), images), []
     for name, call in steps(san.create_model(f"san10_{kind}"), images).items():
         calls: dict[str, Call] = {backend: under(backend, call) for backend in BACKENDS}
-        ms = measure(calls | {"resnet26": resnet[name], "rest": without_core()(call)}, bench.repeats)
+        ms = measure(calls | {"resnet26": resnet[name], "rest": without_core()(call)}, repeats)
         ours, rest, other = (statistics.median(ms[key]) for key in ("auto", "rest", "resnet26"))
         ratios = [ratio(ms[key], ms["auto"]) for key in ("reference", "unfused", "resnet26")]
         rows.append([name, ours, *ratios[:2], rest, other, ratios[2]])
@@ -113,13 +104,13 @@ def network(bench: Bench, kind: str) -> None:
     print(table(f"Network, {kind}", [*header, "ResNet26, ms", "ResNet26 / fused"], rows), flush=True)
 
 
-def memory(bench: Bench, kind: str) -> None:
+def memory(kind: str) -> None:
     """Measures the memory of a training step of attention alone in each stage."""
     # malloc then returns every large block to the system. Blocks that it kept would not be counted in the next call.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     rows = list[list[Any]]()
     for stage in STAGES:
-        core = Core(kind, stage, bench.batch)
+        core = Core(kind, stage, BATCH)
         peak = {b: peak_memory(under(b, core.train)) for b in BACKENDS}
         saved = {b: saved_memory(core, b) for b in BACKENDS}
         cells = ((held["auto"] / 2**20, f"{held['reference'] / max(held['auto'], 1):.1f}") for held in (peak, saved))
@@ -160,29 +151,29 @@ def _status(field: str) -> float:
     return 1024.0 * int(line.split()[1])
 
 
-PARTS = {"network": network, "memory": memory}
+PARTS = ("network", "memory")
 
 
-def section(part: str, bench: Bench, kind: str) -> None:
-    torch.set_num_threads(bench.threads)
+def section(part: str, kind: str, repeats: int) -> None:
+    torch.set_num_threads(THREADS)
     torch.manual_seed(0)
-    PARTS[part](bench, kind)
+    if part == "network":
+        network(kind, repeats)
+    else:
+        memory(kind)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--only", choices=PARTS, help="measure only this part")
     options = parser.parse_args()
-    bench = Bench(options.repeats, options.batch, options.threads)
     where = f"{platform.processor() or platform.machine()} CPU"
-    print(f"torch {torch.__version__}, {where}, {bench.threads} threads, batch {bench.batch}, {bench.repeats} repeats.")
+    print(f"torch {torch.__version__}, {where}, {THREADS} threads, batch {BATCH}, {options.repeats} repeats.")
     for part in [options.only] if options.only else PARTS:
         for kind in KINDS:  # each in a new process, because earlier allocations change the speed of later ones
             with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                pool.submit(section, part, bench, kind).result()
+                pool.submit(section, part, kind, options.repeats).result()
 
 
 if __name__ == "__main__":

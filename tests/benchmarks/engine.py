@@ -1,6 +1,6 @@
 """Measures the averaging of gradients over two workers.
 
-    python -m tests.benchmarks.engine [--repeats 15]
+    python -m tests.benchmarks.engine
 
 Two gloo workers average the gradients of SAN10 pairwise, 10.5 M numbers in about 230 tensors. DeepSpeed copies each tensor into
 a new buffer and back; in this project, all gradients are views of one buffer. Both take turns in the same processes.
@@ -8,7 +8,6 @@ a new buffer and back; in this project, all gradients are views of one buffer. B
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import time
@@ -25,9 +24,10 @@ from tests.benchmarks.tables import ratio, spread
 
 RECIPE = RecipeConfig(epochs=1, batch_size=8, lr=0.1, momentum=0.9, weight_decay=1e-4, label_smoothing=0.1)
 CPU = torch.device("cpu")
+REPEATS = 15
 
 
-def averaging(rank: int, port: int, repeats: int) -> None:
+def averaging(rank: int, port: int) -> None:
     """Runs one of two workers; the first one prints."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -43,7 +43,7 @@ def averaging(rank: int, port: int, repeats: int) -> None:
         "one buffer": engine._average_gradients,
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(repeats + 2):
+    for number in range(REPEATS + 2):
         names = sorted(contenders, reverse=number % 2 == 1)
         for name in names:
             flat.normal_(generator=torch.Generator().manual_seed(number))
@@ -60,13 +60,10 @@ def averaging(rank: int, port: int, repeats: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    multiprocessing.spawn(averaging, (port, options.repeats), nprocs=2)  # type: ignore[no-untyped-call]
+    multiprocessing.spawn(averaging, (port,), nprocs=2)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

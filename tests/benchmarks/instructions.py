@@ -1,6 +1,6 @@
 """Registers and spills of the compiled CUDA kernels; needs nvcc, but no GPU.
 
-    python -m tests.benchmarks.instructions [--launches] [FILE.cu ...]
+    python -m tests.benchmarks.instructions [--launches]
 
 Prints a Markdown table of each source for sm_80 and sm_90. --launches runs the CUDA sources on the CPU and counts the kernels
 that each operator starts.
@@ -9,7 +9,6 @@ that each operator starts.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import subprocess
@@ -25,29 +24,23 @@ from tests.benchmarks.tables import table
 from tests.ops import cases
 from tests.ops.shim import compile_shim
 
-SHARED_BYTES = {"80": 164 << 10, "90": 228 << 10}
-"""Shared memory per SM of an A100 and an H100, by architecture."""
-HEADER = ["kernel", "registers", "static shared", "spilled bytes", "blocks per SM"]
+ARCHITECTURES = ("80", "90")
+"""Those of an A100 and an H100."""
 
 
-def compiled(source: Path, architecture: str, toolchain: build.Toolchain) -> list[list[object]]:
-    """Returns the rows of the table. Dynamic shared memory is unknown here and may reduce the blocks per SM."""
+def compiled(source: Path, architecture: str, toolchain: build.Toolchain) -> list[list[str]]:
+    """Returns the rows of the table."""
     with tempfile.TemporaryDirectory() as folder:
         command = build.compile_command(source, Path(folder, "cubin"), toolchain)
         command = [word for word in command if not word.startswith("-gencode")]
         command[command.index("-c")] = "-cubin"
         log = output_of([*command, f"-arch=sm_{architecture}", "-Xptxas", "-v"])
-    entry = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers(?:[^\n]*?(\d+) bytes smem)?"
+    entry = r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
     found = re.findall(entry, log, re.S)
     names = output_of(["c++filt", *(symbol for symbol, *_ in found)]).replace("(anonymous namespace)::", "")
     names = re.sub(r"san::cuda::|c10::|^void |\(.*", "", names, flags=re.M)
-    rows = list[list[object]]()
-    for name, (_, *numbers) in zip(names.splitlines(), found, strict=True):
-        spills, registers, shared = (int(number or 0) for number in numbers)
-        by_registers = 65536 // (math.ceil(registers / 8) * 8 * 256)  # all blocks have 256 threads
-        blocks = min(by_registers, 2048 // 256, SHARED_BYTES[architecture] // (shared + 1024))
-        rows.append([name, registers, shared, spills, blocks])
-    return sorted(rows, key=lambda row: str(row[0]))
+    rows = [[name, registers, spills] for name, (_, spills, registers) in zip(names.splitlines(), found, strict=True)]
+    return sorted(rows)
 
 
 def output_of(command: list[str]) -> str:
@@ -87,15 +80,21 @@ def calls(sizes: cases.Sizes) -> Iterator[tuple[str, tuple[Any, ...]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", action="store_true", help="count the kernels that each operator starts")
-    parser.add_argument("sources", nargs="*", type=Path, default=build.sources("cuda"))
     arguments = parser.parse_args()
     try:
         toolchain = build.Toolchain.find(cuda=True)
     except build.BuildError as error:
         parser.exit(1, f"{error}\n")
-    for architecture in SHARED_BYTES:
-        for source in arguments.sources:
-            print(table(f"{source.name}, sm_{architecture}", HEADER, compiled(source, architecture, toolchain)), flush=True)
+    for architecture in ARCHITECTURES:
+        for source in build.sources("cuda"):
+            print(
+                table(
+                    f"{source.name}, sm_{architecture}",
+                    ["kernel", "registers", "spilled bytes"],
+                    compiled(source, architecture, toolchain),
+                ),
+                flush=True,
+            )
     if arguments.launches:
         print(table("Kernels started", ["operator", "kernels"], list(launches().items())))
 

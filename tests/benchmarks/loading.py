@@ -1,13 +1,14 @@
 """Compares the speed of this project's loader and of PyTorch DataLoaders, from files to normalized batches on the CPU.
 
-    python -m tests.benchmarks.loading [--images 2000] [--batch 64] [--threads 2] [--repeats 7]
+    python -m tests.benchmarks.loading [--repeats 7]
     python -m tests.benchmarks.loading --root data/cifar10 --size 32
 
-The images are JPEGs of 500x375 at quality 90 (`tests.benchmarks.photographs`), or those in `ROOT/train/CLASS`, in a warm page
-cache. Each contender runs in its own process on the same cores, with one thread or worker process per core. The contenders take
-turns after each epoch. Training uses a random resized crop to 224, flips and normalization, in a new random order in each
-epoch; validation resizes to 256 and crops the center. All return float32 NCHW. Ratios are those of one repeat; the tables list
-medians and ranges. The difference to Pillow is the mean absolute difference of pixels from 0 to 255 in validation.
+The images are 2000 JPEGs of 500x375 at quality 90 (`tests.benchmarks.photographs`), or those in `ROOT/train/CLASS`, in a warm
+page cache. Each contender runs in its own process on the same two cores, with one thread or worker process per core. The
+contenders take turns after each epoch. Training uses a random resized crop to 224, flips and normalization, in a new random
+order in each epoch; validation resizes to 256 and crops the center. All return float32 NCHW. Ratios are those of one repeat;
+the tables list medians and ranges. The difference to Pillow is the mean absolute difference of pixels from 0 to 255 in
+validation.
 
 `usual` loaders normalize each image in the workers. `tuned` ones are the fastest found: workers fill uint8 batches in shared
 memory, the main process normalizes them, and malloc keeps freed memory. Decoders and resizers that are not installed are left
@@ -45,6 +46,7 @@ from pipelines.transform import IMAGENET_MEAN, IMAGENET_STD
 from tests.benchmarks.tables import ratio, spread, table
 
 SPLIT = "train"
+IMAGES, BATCH, THREADS = 2000, 64, 2
 MODES = ("training", "validation")
 COMPARED = 64
 """Number of images whose pixels are compared with Pillow's."""
@@ -98,8 +100,6 @@ class Setting:
     """Options for all contenders."""
 
     root: Path
-    batch: int
-    threads: int
     transform: Transform
 
     def dataset(self) -> Dataset:
@@ -123,16 +123,15 @@ class Contender:
 
     def epochs(self, setting: Setting, train: bool) -> Callable[[int], Iterator[torch.Tensor]]:
         """Returns a function from the number of an epoch to its batches."""
-        batch, threads, transform = setting.batch, setting.threads, setting.transform
         if self.reader is None:
-            loader = Loader(setting.dataset(), transform, train=train, batch_size=batch, threads=threads)
+            loader = Loader(setting.dataset(), setting.transform, train=train, batch_size=BATCH, threads=THREADS)
             return lambda number: (batch.images_NCHW for batch in loader.epoch(number))
-        images = (Batches if self.tuned else Images)(setting.files(), self.reader, train, transform)
+        images = (Batches if self.tuned else Images)(setting.files(), self.reader, train, setting.transform)
         workers: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
             images,
-            batch_size=batch,
+            batch_size=BATCH,
             shuffle=train,
-            num_workers=threads,
+            num_workers=THREADS,
             persistent_workers=True,
             collate_fn=_unchanged if self.tuned else None,
         )
@@ -251,28 +250,25 @@ def race(contenders: list[Contender], setting: Setting, train: bool, repeats: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--root", type=Path, help="folder of images, instead of random ones")
     parser.add_argument("--size", type=int, default=224, help="side of the images in a batch")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2, help="cores that each contender gets")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     # Imported here to keep the contenders' processes small.
     from tests.benchmarks.photographs import write_photographs
 
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     torch.set_num_threads(1)
     readers = [name for name, (_, modules) in READERS.items() if all(map(importlib.util.find_spec, modules))]
     contenders = [Contender(), Contender("Pillow"), *(Contender(name, tuned=True) for name in readers)]
     with ExitStack() as stack:
         root = options.root or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if options.root is None:
-            write_photographs(root, SPLIT, options.images, options.threads)
+            write_photographs(root, SPLIT, IMAGES, THREADS)
         transform = Transform(size=options.size, resize=options.size if options.size < 224 else options.size * 8 // 7)
-        setting = Setting(root, options.batch, options.threads, transform)
-        where = f"{platform.processor() or platform.machine()} CPU, {options.threads} cores"
-        print(f"torch {torch.__version__}, Pillow {Image.__version__}, {where}, batch {options.batch}.")
+        setting = Setting(root, transform)
+        where = f"{platform.processor() or platform.machine()} CPU, {THREADS} cores"
+        print(f"torch {torch.__version__}, Pillow {Image.__version__}, {where}, batch {BATCH}.")
         for mode in MODES:
             rows = race(contenders, setting, mode == "training", options.repeats)
             print(table(mode, ["loader", "images/s", "project / this", "difference to Pillow"], rows), flush=True)

@@ -1,6 +1,6 @@
 """Memory of the command and of a worker over many short epochs, and the time to log 100,000 epochs.
 
-    python -m tests.benchmarks.long_run [--minutes 10] [--epochs 100000]
+    python -m tests.benchmarks.long_run
 
 Prints the slope of the resident memory with a 95 % confidence interval. The first fifth of the samples, in which caches fill,
 is left out. Neighboring samples are correlated, so the interval is computed from the means of 20 blocks.
@@ -8,7 +8,6 @@ is left out. Neighboring samples are correlated, so the interval is computed fro
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -24,18 +23,19 @@ from experiments.runs.summary import Epoch
 from experiments.tracking.tracker import Tracker, TrialRun
 from tests.faults.faults import GRID
 
+MINUTES, EPOCHS = 30, 100_000
 BLOCKS = 20
 T_95 = 2.101
 """Quantile of Student's t distribution with 18 degrees of freedom."""
 
 
-def memory(minutes: float, runs: Path) -> None:
+def memory(runs: Path) -> None:
     """Trains one trial with epochs of two steps, and samples the memory of its processes every second."""
     settings = ["recipe.epochs=9999", "recipe.batch_size=300", "data.train_per_class=60"]
     command = [sys.executable, "-m", "experiments", "run", str(GRID), *settings, "--runs", str(runs)]
     driver = subprocess.Popen(command, cwd=PROJECT_DIR, stderr=subprocess.DEVNULL, start_new_session=True)
     samples: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    limit = time.monotonic() + 60 * minutes
+    limit = time.monotonic() + 60 * MINUTES
     while time.monotonic() < limit and driver.poll() is None:
         time.sleep(1)
         for name, process in _processes(driver.pid):
@@ -43,7 +43,7 @@ def memory(minutes: float, runs: Path) -> None:
     driver.terminate()
     driver.wait()
     epochs = sum(1 for _ in next(runs.glob("checkpoints/*/summary.csv")).open()) - 1
-    print(f"{epochs} epochs in {minutes:.0f} minutes")
+    print(f"{epochs} epochs in {MINUTES} minutes")
     for name, values in samples.items():
         slope, width = _slope(np.array(values[len(values) // 5 :]))
         print(f"{name}: {values[-1][1]:.0f} MiB, slope {slope:+.1f} ± {width:.1f} MiB per hour")
@@ -67,31 +67,27 @@ def _slope(samples_S2: np.ndarray) -> tuple[float, float]:
     return float(slope), float(T_95 * error)
 
 
-def logging(epochs: int, folder: Path) -> None:
+def logging(folder: Path) -> None:
     """Logs epochs one by one, as training does, and prints the time of the first and last 1 %."""
     tracker = Tracker(f"sqlite:///{folder / 'mlflow.db'}", "long", "digits")
     client = tracker.client
     run = TrialRun(tracker.uri, client, client.create_run(client.create_experiment("long")).info.run_id)
     logged: set[int] = set()
     times = []
-    for epoch in range(epochs):
+    for epoch in range(EPOCHS):
         began = time.perf_counter()
         row = Epoch(epoch, 0.1, train_loss=1.0, images_per_second=100.0, wait_share=0.1, val_loss=1.0, top1=50.0, top5=90.0)
         logged = set(run.log([row], {epoch: int(time.time() * 1000)}, logged))
         times.append(time.perf_counter() - began)
-    count = epochs // 100
+    count = EPOCHS // 100
     first, last = (1000 * float(np.median(part)) for part in (times[:count], times[-count:]))
-    print(f"{epochs} logged epochs: median {first:.1f} ms per epoch for the first {count}, {last:.1f} ms for the last {count}")
+    print(f"{EPOCHS} logged epochs: median {first:.1f} ms per epoch for the first {count}, {last:.1f} ms for the last {count}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--epochs", type=int, default=100_000)
-    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        memory(options.minutes, Path(scratch) / "runs")
-        logging(options.epochs, Path(scratch))
+        memory(Path(scratch) / "runs")
+        logging(Path(scratch))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures the overhead of engine, tracking and checkpoints: a trial against a loop in plain PyTorch.
 
-    python -m tests.benchmarks.overhead [--setting digits] [--setting san10] [--setting workers]
+    python -m tests.benchmarks.overhead [--setting digits] [--setting workers]
 
 Both train the same model with the same loader, SGD, cosine schedule, label smoothing and validation; the plain loop is
 `bare_epochs`. With the setting `workers`, two workers train in step, in the plain loop with DistributedDataParallel.
@@ -43,18 +43,11 @@ from experiments.training.trainer import run_trial
 
 GRID = PROJECT_DIR / "experiments" / "grids" / "footprint.yaml"
 ROW = "pairwise_7"
-SETTINGS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "digits": ("digits", ("recipe.epochs=120",)),
-    "workers": ("digits", ("recipe.epochs=60", "resources.workers=2")),
-    "san10": (
-        "imagenet",
-        (
-            *("data.source=synthetic", "data.synthetic_classes=16", "data.synthetic_per_class=8"),
-            *("recipe.batch_size=16", "recipe.epochs=14"),
-            *("resources.workers=1", "resources.cpus=2", "resources.gpus=0"),
-        ),
-    ),
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "digits": ("recipe.epochs=120",),
+    "workers": ("recipe.epochs=60", "resources.workers=2"),
 }
+"""Overrides of the profile `digits`."""
 REST = 0.25
 """Seconds, enough for MLflow to store the records of an epoch."""
 
@@ -189,10 +182,10 @@ def overhead(trial: Sequence[float], bare: Sequence[float]) -> str:
 
 
 def line(setting: str) -> str:
-    profile, overrides = SETTINGS[setting]
+    overrides = SETTINGS[setting]
     with tempfile.TemporaryDirectory() as folder:
-        trial_epochs, bare_epochs = in_workers(times, *prepared(profile, overrides, Path(folder, "times")))
-        short = prepared(profile, (*overrides, "recipe.epochs=4"), Path(folder, "memory"))
+        trial_epochs, bare_epochs = in_workers(times, *prepared("digits", overrides, Path(folder, "times")))
+        short = prepared("digits", (*overrides, "recipe.epochs=4"), Path(folder, "memory"))
         memory = [in_workers(peak_memory, *short, is_bare) for is_bare in (True, False)]
     pairs = list(zip(trial_epochs[1:], bare_epochs[1:], strict=True))
     walls = [trial.wall for trial, _ in pairs], [bare.wall for _, bare in pairs]

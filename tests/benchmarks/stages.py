@@ -8,13 +8,13 @@ import torch
 
 from san.nn import PairwiseAttention, PatchwiseAttention
 
-# Channels, side of the map, footprint and blocks of SAN10's stages at 224x224.
+# Channels, side of the map and footprint of SAN10's stages at 224x224.
 STAGES = {
-    "stage 1": (64, 112, 3, 2),
-    "stage 2": (256, 56, 7, 1),
-    "stage 3": (512, 28, 7, 2),
-    "stage 4": (1024, 14, 7, 4),
-    "stage 5": (2048, 7, 7, 1),
+    "stage 1": (64, 112, 3),
+    "stage 2": (256, 56, 7),
+    "stage 3": (512, 28, 7),
+    "stage 4": (1024, 14, 7),
+    "stage 5": (2048, 7, 7),
 }
 KINDS: dict[str, type[PairwiseAttention] | type[PatchwiseAttention]] = {
     "pairwise": PairwiseAttention,
@@ -33,7 +33,7 @@ class Core:
     def __init__(
         self, kind: str, stage: str, batch: int, device: str = "cpu", half: bool = False, largest_side: int = 224
     ) -> None:
-        self.channels, side, self.footprint, self.blocks = STAGES[stage]
+        self.channels, side, self.footprint = STAGES[stage]
         self.side, self.batch = min(side, largest_side), batch
         self.attention = KINDS[kind](self.channels, self.footprint).to(device)
         x = torch.randn(batch, self.channels, self.side, self.side, device=device)

@@ -1,10 +1,10 @@
 """Compares the final top-1 with 1, 2 and 4 workers at the same global batch size.
 
-    python -m tests.benchmarks.workers --folder DIR [--seeds 5] [--counts 1 2 4] [--minutes 4]
+    python -m tests.benchmarks.workers --folder DIR
 
-Trains the row `pairwise_7` of the footprint grid with the profile `digits` and one CPU per worker. No trial starts after
-`--minutes`; repeat the command to continue, which keeps finished trials. Prints mean and standard deviation over seeds, and the
-difference of means to the first count with its 95 % interval (Welch's t).
+Trains the row `pairwise_7` of the footprint grid with the profile `digits`, five seeds and one CPU per worker. Finished trials
+in the folder are kept. Prints mean and standard deviation over seeds, and the difference of means to one worker with its 95 %
+interval (Welch's t).
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import csv
 import statistics
-import sys
-import time
 from pathlib import Path
 
 from experiments.report import interval
@@ -21,6 +19,7 @@ from experiments.runner.grid_run import open_grid_run
 from tests.experiments.processes import ended, start
 
 GRID = Path(__file__).parent / "workers.yaml"
+COUNTS, SEEDS = (1, 2, 4), 5
 
 
 def top1(folder: Path, workers: int, seed: int) -> float:
@@ -42,21 +41,15 @@ def top1(folder: Path, workers: int, seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--minutes", type=float, default=60.0)
     options = parser.parse_args()
-    limit = time.monotonic() + 60 * options.minutes
-    found: dict[int, list[float]] = {count: [] for count in options.counts}
-    for seed in range(options.seeds):
-        for count in options.counts:
-            if time.monotonic() > limit:
-                sys.exit("some trials are not trained yet; repeat the command to continue")
+    found: dict[int, list[float]] = {count: [] for count in COUNTS}
+    for seed in range(SEEDS):
+        for count in COUNTS:
             found[count].append(top1(options.folder.resolve(), count, seed))
             print(f"seed {seed}, {count} workers: {found[count][-1]:.2f} %", flush=True)
     print("\n| workers | images per worker and step | top-1, mean | sd | difference to the first (95 %) |")
     print("|---:|---:|---:|---:|---:|")
-    first = found[options.counts[0]]
+    first = found[COUNTS[0]]
     for count, values in found.items():
         difference = interval.of_difference(values, first) if values is not first else None
         spread = f"{difference.middle:+.2f} ± {difference.half_width:.2f}" if difference else "-"

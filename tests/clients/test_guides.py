@@ -26,4 +26,5 @@ def test_the_guide_to_other_tools_runs(
     assert "epoch 3: 100% right" in capsys.readouterr().out
     assert names["trainer"].callback_metrics["accuracy"] > 0.5
     assert all(loss.isfinite() for loss in names["losses"].values())
+    assert names["detector"].backbone.body.stage2.linear.weight.grad.abs().sum() > 0
     assert set(names["predictions"][0]) == {"boxes", "labels", "scores"}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
+from unittest.mock import patch
 
 import ray
 from ray._private.node import Node
@@ -93,18 +94,18 @@ class Nodes:
         head: dict[str, object] = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": IMPATIENT}
         if network is not None:
             head["node_ip_address"] = network.HOST
-        with _environment({"GLOO_SOCKET_IFNAME": network.BRIDGE} if network else {}):
+        with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": network.BRIDGE} if network else {}):
             self.cluster = _start(head)
         self.address: str = self.cluster.address
 
     def add(self, cpus: int = 1, environment: Mapping[str, str] = {}) -> Node:
         """Adds a node whose processes have these variables too."""
         if self.network is None:
-            with _environment(environment):
+            with patch.dict(os.environ, environment):
                 return self.cluster.add_node(num_cpus=cpus)
         name, address = self.network.add()
         # gloo cannot resolve the machine's name inside a namespace, so it needs the interface.
-        with self.network.inside(name), _environment({"GLOO_SOCKET_IFNAME": "eth0", **environment}):
+        with self.network.inside(name), patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth0", **environment}):
             node = self.cluster.add_node(num_cpus=cpus, node_ip_address=address)
         self._names[name] = node
         return node
@@ -149,18 +150,6 @@ def _parent(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:  # the process has ended
         return None
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for the processes that are started in the block."""
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

@@ -60,6 +60,7 @@ def test_joins_by_address_or_environment_and_leaves_the_cluster_running(address:
     assert run_script(JOIN, RAY_ADDRESS=address) == repr(resources)
     with session() as still:
         assert still == resources
+    assert ray.is_initialized()
 
 
 @pytest.mark.slow

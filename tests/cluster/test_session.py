@@ -1,10 +1,9 @@
 from pathlib import Path
 
 import pytest
-import ray
 
 from cluster import Node, Resources
-from cluster.session import alone, available_cpus, session
+from cluster.session import alone, available_cpus
 
 
 def test_resources_add_up() -> None:
@@ -45,9 +44,3 @@ def test_a_second_session_on_a_machine_is_not_alone(tmp_path: Path, monkeypatch:
         assert first and not second
     with alone() as third:
         assert third
-
-
-def test_nested_session_is_the_same(resources: Resources) -> None:
-    with session() as inner:
-        assert inner == resources
-    assert ray.is_initialized()

@@ -31,6 +31,7 @@ from experiments.runner.grid_run import open_grid_run
 from experiments.training.checkpoint import Checkpoint
 from tests.cluster.test_signals import AGENTS, MARK, marked
 from tests.experiments.drivers import Driver
+from tests.experiments.samples import runs_of
 from tests.experiments.servers import Server
 from tests.faults.witness import Step, steps_of
 
@@ -317,10 +318,8 @@ def _judged(scene: Scene, whole: Scene) -> int:
 def _tracked_epochs(scene: Scene) -> list[list[int]]:
     """Returns the epochs of each run in MLflow."""
     with patch.dict(os.environ, {"MLFLOW_TRACKING_URI": scene.server.uri} if scene.server else {}):
-        client = open_grid_run(GRID, "digits", scene.overrides, scene.runs).tracker.client
-    experiment = client.get_experiment_by_name(GRID.stem)
-    assert experiment is not None
-    runs = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
+        grid_run = open_grid_run(GRID, "digits", scene.overrides, scene.runs)
+        client, runs = grid_run.tracker.client, runs_of(grid_run)
     return [sorted(metric.step for metric in client.get_metric_history(run.info.run_id, "val/top1")) for run in runs]
 
 

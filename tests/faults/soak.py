@@ -34,6 +34,7 @@ from experiments.runs.workspace import open_store
 from experiments.training.checkpoint import DAMAGE, Checkpoint
 from tests.cluster.test_signals import AGENTS, MARK, marked
 from tests.experiments.drivers import Driver
+from tests.experiments.samples import runs_of
 from tests.experiments.servers import ObjectStore, Server
 from tests.faults.faults import GRID, SETTINGS
 from tests.faults.witness import steps_of
@@ -290,10 +291,8 @@ class Episode:
 
     def check_tracking(self) -> None:
         with patch.dict(os.environ, self.environment):
-            client = open_grid_run(GRID, "digits", self.overrides, self.place).tracker.client
-        experiment = client.get_experiment_by_name(GRID.stem)
-        assert experiment is not None
-        runs = client.search_runs([experiment.experiment_id], "tags.`san.role` = 'trial'")
+            grid_run = open_grid_run(GRID, "digits", self.overrides, self.place)
+            client, runs = grid_run.tracker.client, runs_of(grid_run)
         epochs = [metric.step for run in runs for metric in client.get_metric_history(run.info.run_id, "val/top1")]
         if len(runs) != 1 or sorted(epochs) != list(range(12)) or runs[0].info.status != "FINISHED":
             raise ProblemError(f"{len(runs)} runs with the epochs {epochs}, {[run.info.status for run in runs]}")

@@ -1,4 +1,4 @@
-"""Tests and times the project on a GPU: `python -m tests.gpu --out DIR [--budget SECONDS] [--part PART ...]`.
+"""Tests and times the project on a GPU: `python -m tests.gpu --out DIR [--budget SECONDS] [--case TEXT ...]`.
 
 Parts: correctness (kernels, modules, models), cores (attention alone), models (training and evaluation of networks), loader
 (images from files) and training (CUDA graphs against eager steps, a whole trial against a plain loop). The first three need
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from tests.gpu.case import PARTS, Settings
+from tests.gpu.case import Settings
 from tests.gpu.cases import all_cases
 from tests.gpu.runner import Runner
 
@@ -32,20 +32,17 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=float, default=540.0, help="seconds for all cases together (default 540; 3600 are enough for all)"
     )
-    parser.add_argument("--part", action="append", choices=PARTS, help="run only this part; may be repeated")
-    parser.add_argument("--case", action="append", help="run only cases whose name contains this; may be repeated")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU")
-    parser.add_argument("--small", action="store_true", help="small sizes and few repeats; always so on the CPU")
+    parser.add_argument("--case", action="append", help="run only cases whose PART/NAME contains this; may be repeated")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU; small sizes on the CPU")
     parser.add_argument("--authors", type=Path, help="checkout of github.com/hszhao/SAN, to time its kernels too (needs CuPy)")
     parser.add_argument("--report", action="store_true", help="print the tables at the end")
     options = parser.parse_args()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     authors = str(options.authors.resolve()) if options.authors else None
     with tempfile.TemporaryDirectory() as work:
-        settings = Settings(device, options.small or device == "cpu", work, authors)
-        wanted = ("build", *(options.part or PARTS))
-        cases = [case for case in all_cases(settings) if case.part in wanted]
-        cases = [c for c in cases if c.part == "build" or any(part in c.id for part in options.case or [""])]
+        settings = Settings(device, work, authors)
+        wanted = ("build/", *(options.case or [""]))
+        cases = [case for case in all_cases(settings) if any(text in case.id for text in wanted)]
         records = Runner(settings, options.out, options.budget).run(cases)
     counts = Counter(record["status"] for record in records)
     print(", ".join(f"{count} {status}" for status, count in counts.items()), file=sys.stderr)

@@ -64,7 +64,6 @@ def machine(settings: Settings) -> Row:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": _output_of("git", "rev-parse", "--short", "HEAD"),
-        "small": settings.small,
     }
     if settings.on_gpu:
         properties = torch.cuda.get_device_properties(0)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Row = dict[str, Any]
-PARTS = ("correctness", "cores", "models", "loader", "training")
 
 
 class SkipCase(Exception):  # noqa: N818 - not an error
@@ -21,8 +20,6 @@ class Settings:
 
     device: str
     """`cuda`, `cuda:1` or `cpu`."""
-    small: bool
-    """Small sizes and few repeats, for a CPU."""
     work: str
     """Folder for files that cases share."""
     authors: str | None = None
@@ -31,6 +28,11 @@ class Settings:
     @property
     def on_gpu(self) -> bool:
         return self.device.startswith("cuda")
+
+    @property
+    def small(self) -> bool:
+        """Small sizes and few repeats, because a CPU is slow."""
+        return not self.on_gpu
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -27,6 +27,7 @@ from san import ops
 from tests.golden.replay import TOLERANCE, errors, replay
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings, SkipCase
+from tests.gpu.timing import captured
 from tests.nn.kinds import CHANNELS, KINDS, made
 from tests.nn.kinds import gradients as module_gradients
 from tests.ops import cases
@@ -262,30 +263,19 @@ def repeats(settings: Settings) -> Iterator[Row]:
 
 
 def operator_runs(settings: Settings) -> Iterator[tuple[str, Callable[[], Sequence[Tensor]]]]:
-    """Yields the forward and backward pass of each operator, with inputs on the device."""
+    """Yields the forward and backward pass of each operator, with inputs and gradients on the device."""
     namespace = kernels(settings)
     sizes = STAGES[2] if settings.on_gpu else SIZES[1]
     for fused, tf32 in itertools.product(cases.OPERATORS, (False, True)):
         tensors = tuple(x.to(settings.device) for x in cases.sample(fused, sizes, torch.float32))
         grads = cases.cotangents(cases.computed(fused, tensors, sizes, namespace, tf32))
-
-        def run(fused: str = fused, tensors: cases.Tensors = tensors, grads: cases.Tensors = grads, tf32: bool = tf32) -> Any:
-            outputs = cases.computed(fused, tensors, sizes, namespace, tf32)
-            arguments = cases.backward_arguments(fused, tensors, outputs, grads, sizes, tf32)
-            return *outputs, *getattr(namespace, f"{fused}_backward")(*arguments)
-
+        run = partial(cases.run_kernels, fused, tensors, sizes, namespace, tf32, grads)
         yield f"{fused}, {'tf32' if tf32 else 'float32'}", run
     case = OperatorCase(4, 64, 56, 56, 7, groups=8, channels_last=True) if settings.on_gpu else CHANNELS_LAST[0]
     for operator in OPERATORS:
         inputs = tuple(x.to(settings.device) for x in operator.sample(case, torch.float32))
-        forward = partial(operator.kernel(namespace), *inputs, *operator.rest(case))
-        function, arguments = operator.backward(cotangent(forward()), inputs, case, namespace)
-
-        def both(forward: Any = forward, function: Any = function, arguments: Any = arguments) -> Any:
-            grads = function(*arguments)
-            return forward(), *(grads if isinstance(grads, tuple) else (grads,))
-
-        yield str(operator), both
+        grad = cotangent(operator.kernel(namespace)(*inputs, *operator.rest(case)))
+        yield str(operator), partial(operator.computed, inputs, case, namespace, grad)
 
 
 def on_another_stream(model: nn.Module, images: Tensor) -> list[Tensor]:
@@ -303,18 +293,10 @@ def on_another_stream(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 def in_graph(run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
     """Captures and replays a call; in training, the result does not depend on BatchNorm's running statistics."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = run()
+    replay, found = captured(run)
     for tensor in found:
         tensor.detach().zero_()
-    graph.replay()
+    replay()
     torch.cuda.synchronize()
     return found
 

@@ -2,7 +2,7 @@
 
     python -m tests.gpu.report RESULTS.jsonl [--write docs/results/performance.md]
 
-`--write` replaces the text between the markers of the page. It accepts only full-size results from a GPU.
+`--write` replaces the text between the markers of the page. It accepts only results from a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tests.benchmarks import tables
 from tests.gpu.case import Row
 
 BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
@@ -23,8 +24,7 @@ MACHINE = ("gpu", "gpus", "memory_GiB", "driver", "cuda", "cpu", "cpus", "python
 def report(records: Sequence[Row]) -> str:
     """Returns the tables of all measurements."""
     facts = machine(records)
-    on_gpu = facts.get("device") == "cuda"
-    title = "" if on_gpu and not facts.get("small") else "**Small test sizes: not a measurement.**\n\n"
+    title = "" if facts.get("device") == "cuda" else "**Small test sizes: not a measurement.**\n\n"
     described = ", ".join(f"{key} {facts[key]}" for key in MACHINE if key in facts)
     timings = *_cores(records), *_models(records), _loader(records), _training(records)
     parts = _status(records), *timings, _troubles(records)
@@ -42,11 +42,7 @@ def rows(records: Iterable[Row], part: str) -> Iterator[Row]:
 
 
 def table(title: str, heading: Sequence[str], lines: Sequence[Sequence[object]]) -> str:
-    if not lines:
-        return ""
-    cells = [" | ".join(map(str, line)) for line in lines]
-    rule = "|---" + "|---:" * (len(heading) - 1) + "|"
-    return "\n".join([f"**{title}**\n", f"| {' | '.join(heading)} |", rule, *(f"| {line} |" for line in cells)])
+    return tables.table(title, heading, lines).strip() if lines else ""
 
 
 def ranged(values: Sequence[float] | None, digits: int = 2) -> str:
@@ -151,8 +147,8 @@ def main() -> None:
     facts = machine(records)
     if options.write is None:
         print(report(records))
-    elif facts.get("device") != "cuda" or facts.get("small"):
-        sys.exit(f"{options.write} takes only results from a GPU at full size; these are from {facts.get('device')}.")
+    elif facts.get("device") != "cuda":
+        sys.exit(f"{options.write} takes only results from a GPU; these are from {facts.get('device')}.")
     else:
         write(options.write, report(records))
 

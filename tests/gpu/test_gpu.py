@@ -43,7 +43,7 @@ def fakes(settings: Settings) -> list[Case]:
 
 
 def test_records_of_cases_that_crash_hang_or_fail(tmp_path: Path) -> None:
-    settings = Settings("cuda", False, str(tmp_path))  # no fake touches a GPU
+    settings = Settings("cuda", str(tmp_path))  # no fake touches a GPU
     records = Runner(settings, tmp_path, 100, CHILD).run(fakes(settings))
     found = {record["name"]: (record["status"], len(record["rows"])) for record in records}
     assert found == {"aborts": ("crashed", 1), "hangs": ("timeout", 1), "errs": ("failed", 3)}

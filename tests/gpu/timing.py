@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,7 @@ from san import ops
 from tests.gpu.case import Row, Settings
 
 Call = Callable[[], object]
+T = TypeVar("T")
 PRECISIONS = ("tf32", "bfloat16", "float32")
 SAMPLE_MS = 20.0
 """Approximate duration of a sample, which repeats a call."""
@@ -37,8 +39,8 @@ def under(backend: ops.Backend, precision_name: str, device: str, call: Call) ->
     return run
 
 
-def captured(call: Call) -> Call:
-    """Returns the call as a CUDA graph, to exclude the time of Python and launches."""
+def captured(call: Callable[[], T]) -> tuple[Call, T]:
+    """Returns the call as a CUDA graph, to exclude the time of Python and launches, and the result that it overwrites."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -47,8 +49,8 @@ def captured(call: Call) -> Call:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+        result = call()
+    return graph.replay, result
 
 
 def prepare(calls: dict[str, Call], settings: Settings, graph: bool) -> tuple[dict[str, Call], dict[str, str]]:
@@ -62,7 +64,7 @@ def prepare(calls: dict[str, Call], settings: Settings, graph: bool) -> tuple[di
         stream = torch.cuda.current_stream() if settings.on_gpu else None
         try:
             with torch.cuda.stream(stream):  # torch does not restore it after a failed capture
-                ready[name] = captured(call) if graph and settings.on_gpu else call
+                ready[name] = captured(call)[0] if graph and settings.on_gpu else call
                 ready[name]()
             if settings.on_gpu:
                 torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Named models: parameter counts, training, classifiers, input channels, error messages."""
+"""Named models: parameter counts, classifiers, input channels, error messages."""
 
 from __future__ import annotations
 
@@ -42,23 +42,9 @@ def test_counts_match_the_paper(name: str) -> None:
     counted = san.complexity(on_meta(name))
     assert f"{counted.params / 1e6:.1f}" == str(PRINTED[name]["params"])
     assert f"{counted.flops_paper / 1e9:.1f}" == str(PRINTED[name]["flops"])
+    if name in EXACT:
+        assert (counted.params, counted.flops_paper) == EXACT[name]
     assert counted.flops_actual > 1.5 * counted.flops_paper
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_exact_counts(name: str) -> None:
-    counted = san.complexity(on_meta(name))
-    assert (counted.params, counted.flops_paper) == EXACT[name]
-
-
-@every_variant
-def test_trains_a_step(name: str) -> None:
-    torch.manual_seed(0)
-    model = san.create_model(name, 10, **SMALL)
-    images = torch.randn(4, 3, 24, 24)
-    loss = nn.functional.cross_entropy(model(images), torch.arange(4))
-    loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 @every_variant

@@ -65,14 +65,6 @@ def test_other_kinds_are_not_permutation_invariant(kind: str) -> None:
     assert max(differences_after_permuting_the_footprint(kind)) > 1e-3
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("patchwise")])
-def test_weights_over_the_footprint_sum_to_one(kind: str) -> None:
-    weights = made(kind, 3).weights(torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64))
-    assert weights.shape[2:] == (9, 20)
-    torch.testing.assert_close(weights.sum(2), torch.ones_like(weights.sum(2)))
-    assert (weights >= 0).all()
-
-
 @every_kind
 @pytest.mark.parametrize("backend", ["auto", "unfused", "reference"])
 @torch.no_grad()
@@ -99,15 +91,6 @@ def test_attention_weights_covers_every_layer_and_removes_its_hooks() -> None:
     assert torch.equal(model(x), before)
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert san.attention_weights(san.create_model("resnet26", 10, num_stages=2).eval(), x) == {}
-
-
-@every_kind
-def test_keeps_channels_last(kind: str) -> None:
-    module = made(kind, 3).eval()
-    x = torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64)
-    y = module(x.to(memory_format=torch.channels_last))
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(y, module(x))
 
 
 @every_kind

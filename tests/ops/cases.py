@@ -129,10 +129,13 @@ def backward_arguments(
     return *grads, *saved, *rest(operator, sizes, tf32)
 
 
-def run_kernels(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any, tf32: bool = False) -> Tensors:
-    """Returns outputs and gradients of the forward and backward operators, without autograd."""
+def run_kernels(
+    operator: str, tensors: Tensors, sizes: Sizes, namespace: Any, tf32: bool = False, grads: Tensors | None = None
+) -> Tensors:
+    """Returns outputs and gradients of the forward and backward operators, without autograd; by default for `cotangents`."""
     outputs = computed(operator, tensors, sizes, namespace, tf32)
-    arguments = backward_arguments(operator, tensors, outputs, cotangents(outputs), sizes, tf32)
+    grads = cotangents(outputs) if grads is None else grads
+    arguments = backward_arguments(operator, tensors, outputs, grads, sizes, tf32)
     return *outputs, *getattr(namespace, f"{operator}_backward")(*arguments)
 
 

@@ -1,4 +1,4 @@
-"""Compiles the CUDA sources for the CPU once per session, because a process can register a library only once."""
+"""Loads the kernels, and compiles the CUDA sources for the CPU once, because a process can register a library only once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from cuda_ext import schemas
 from san.ops import library
 from tests.ops.shim import compile_shim
 
+assert library.load(), "these tests need the compiled kernels"
+
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -26,7 +28,6 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
             compile_shim(built)
-    assert library.load(), "tests compare the shim with the CPU kernels"
     schemas.define("san_shim")
     torch.ops.load_library(built)
     return torch.ops.san_shim

@@ -102,10 +102,12 @@ class Operator:
         rest = inputs if self.saves_inputs else (case.height, case.width)
         return getattr(namespace or torch.ops.san, f"{self.name}_backward"), (grad, *rest, case.footprint)
 
-    def computed(self, inputs: tuple[Tensor, ...], case: Case, namespace: Any = None) -> list[Tensor]:
+    def computed(
+        self, inputs: tuple[Tensor, ...], case: Case, namespace: Any = None, grad: Tensor | None = None
+    ) -> list[Tensor]:
         """Returns output and input gradients of the forward and the backward kernel, without autograd."""
         out = self.kernel(namespace)(*inputs, *self.rest(case))
-        backward, arguments = self.backward(cotangent(out), inputs, case, namespace)
+        backward, arguments = self.backward(cotangent(out) if grad is None else grad, inputs, case, namespace)
         grads = backward(*arguments)
         return [out, *(grads if isinstance(grads, tuple) else (grads,))]
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from san.ops import library
 from tests.ops.cases import (
     OPERATORS,
     SIZES,
@@ -28,10 +27,9 @@ from tests.ops.cases import (
     sample,
     with_half_weights,
 )
+from tests.ops.threads import assert_same_bits_with_any_number_of_threads
 
 ROOT = Path(__file__).parents[2]
-
-assert library.load(), "these tests need the compiled kernels"
 
 # With few channels, the CPU kernels process 16 pixels at once: rows with one fewer, exactly as many, and more.
 LONG_ROWS = [Sizes(1, 9, width, 3, 4, 4, 2) for width in (15, 16, 37)]
@@ -49,13 +47,6 @@ def test_matches_the_definition(operator: str, sizes: Sizes, dtype: torch.dtype,
     want, want_grads = differentiated(lambda t: defined(operator, t, sizes), exact)
     assert_near(got, want, values)
     assert_near(got_grads, want_grads, gradients)
-
-
-@every_operator
-def test_gradcheck(operator: str) -> None:
-    sizes = Sizes(batch=1, height=3, width=4, channels=3, hidden=3, products=1)
-    leaves = [x.requires_grad_() for x in sample(operator, sizes)]
-    assert torch.autograd.gradcheck(lambda *x: computed(operator, x, sizes), leaves)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -107,25 +98,15 @@ def test_empty_batch(operator: str) -> None:
         assert outputs[0].shape[0] == 0 and all((x == 0).all() for x in grads)
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @every_operator
 @pytest.mark.parametrize(
     "sizes", [Sizes(1, 91, 9), Sizes(5, 32, 12, 5, hidden=17), Sizes(70, 4, 4), Sizes(4, 7, 7, 3, 70, 20, 64)], ids=str
 )
-def test_same_bits_with_any_number_of_threads(operator: str, sizes: Sizes, threads: Callable[[int], None]) -> None:
+def test_same_bits_with_any_number_of_threads(operator: str, sizes: Sizes) -> None:
     tensors = sample(operator, sizes, torch.float32)
-    found = []
-    for count in (1, 2, 3):
-        threads(count)
-        found.append(sum(differentiated(lambda t: computed(operator, t, sizes), tensors), ()))
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert_same_bits_with_any_number_of_threads(
+        lambda: sum(differentiated(lambda t: computed(operator, t, sizes), tensors), ())
+    )
 
 
 @every_operator
@@ -285,18 +266,12 @@ def test_covariance_of_large_values() -> None:
     assert_near((mean, covariance), (exact_mean, exact_covariance), 2e-5)
 
 
-@pytest.mark.parametrize("times", [1e4, 1e20, 1e30], ids=str)
+@pytest.mark.parametrize("times", [1e3, 1e4, 1e20, 1e30], ids=str)
 def test_extreme_logits_do_not_overflow(times: float) -> None:
     *tensors, weight2 = sample("pair_weights", dtype=torch.float32)
     arguments = (*tensors, weight2 * times)
-    (w,) = computed("pair_weights", arguments, Sizes())
-    (wanted,) = defined("pair_weights", tuple(x.double() for x in arguments), Sizes())
-    assert_near((w,), (wanted,), 1e-3)
-
-
-def test_gradients_of_a_saturated_softmax() -> None:
-    *tensors, weight2 = sample("pair_weights", dtype=torch.float32)
-    arguments = (*tensors, weight2 * 1e3)  # one position has nearly all the weight
-    _, got = differentiated(lambda t: computed("pair_weights", t, Sizes()), arguments)
-    _, want = differentiated(lambda t: defined("pair_weights", t, Sizes()), tuple(x.double() for x in arguments))
-    assert_near(got, want, 1e-2)
+    got, grads = differentiated(lambda t: computed("pair_weights", t, Sizes()), arguments)
+    want, want_grads = differentiated(lambda t: defined("pair_weights", t, Sizes()), tuple(x.double() for x in arguments))
+    assert_near(got, want, 1e-3)
+    if times == 1e3:  # one position has nearly all the weight
+        assert_near(grads, want_grads, 1e-2)

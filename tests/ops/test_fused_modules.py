@@ -22,12 +22,9 @@ import san
 from san import ops
 from san.nn import PairwiseAttention, PatchwiseAttention, SelfAttention
 from san.nn.position import POSITIONS
-from san.ops import library
 from san.ops.functional import fuses
 from tests.nn.kinds import randomize, randomize_vectors
 from tests.ops.cases import KINDS
-
-assert library.load(), "these tests need the compiled kernels"
 
 RELATIONS = ("subtraction", "summation", "concatenation", "hadamard")
 FUSED = {"pairwise": "san::pair_weights", "patchwise": "san::patch_linear"}
@@ -119,10 +116,13 @@ def is_fused(module: nn.Module, x: Tensor) -> bool:
 
 def results(module: nn.Module, x: Tensor, backend: ops.Backend = "auto") -> dict[str, Tensor]:
     """Returns output, gradients for a fixed random cotangent, and updated buffers; does not change `module`."""
-    module = copy.deepcopy(module)
-    leaf = x.detach().requires_grad_()  # not cloned: that could change the layout in memory
     with ops.backend(backend):
-        y = module(leaf)
+        return differentiated(copy.deepcopy(module), x)
+
+
+def differentiated(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    leaf = x.detach().requires_grad_()  # not cloned: that could change the layout in memory
+    y = module(leaf)
     cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(y)
     names = ["y", "x", *(name for name, _ in module.named_parameters())]
     grads = torch.autograd.grad(y, [leaf, *module.parameters()], cotangent)
@@ -160,16 +160,13 @@ def assert_matches_reference(module: nn.Module, x: Tensor) -> None:
 
 
 @every_mode
-@pytest.mark.parametrize(
-    ("dtype", "values", "gradients"), [(torch.float64, 1e-10, 1e-10), (torch.float32, 1e-5, 1e-4)], ids=["float64", "float32"]
-)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_matches_reference(setting: Setting, dtype: torch.dtype, values: float, gradients: float, training: bool) -> None:
-    module, x = setting.module(dtype).train(training), setting.x(dtype)
+def test_float32_matches_reference(setting: Setting, training: bool) -> None:
+    module, x = setting.module(torch.float32).train(training), setting.x(torch.float32)
     with Calls() as calls:
         ours = results(module, x)
     assert {FUSED[setting.kind], f"{FUSED[setting.kind]}_backward"} <= calls.names
-    assert_close(ours, results(copy.deepcopy(module).double(), x.double(), "reference"), values, gradients)
+    assert_close(ours, results(copy.deepcopy(module).double(), x.double(), "reference"), 1e-5, 1e-4)
 
 
 @st.composite
@@ -238,18 +235,6 @@ def test_error_in_half_types_is_at_most_twice_the_unfused_one(
     assert all(ours[name] <= 2 * plain[name] + torch.finfo(dtype).eps for name in exact), (ours, plain)
 
 
-@every_kind
-@pytest.mark.parametrize("trained", ["x", "gamma.2.weight", "beta.bias"])
-def test_gradient_of_one_tensor_while_all_others_are_frozen(kind: str, trained: str) -> None:
-    module, x = Setting(kind).module(), Setting(kind).x()
-    wanted = results(module, x, "reference")[trained]
-    module.requires_grad_(False)
-    leaf = x.requires_grad_() if trained == "x" else module.get_parameter(trained).requires_grad_()
-    y = module(x)
-    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    torch.testing.assert_close(torch.autograd.grad(y, leaf, cotangent)[0], wanted, rtol=1e-10, atol=1e-10)
-
-
 # Modules whose layers must run one by one.
 
 
@@ -273,31 +258,30 @@ def replace_norm(module: Any, index: int, cls: type[nn.Module] = nn.BatchNorm2d,
     module.gamma[index] = new
 
 
-def replace_linear(module: Any, index: int, bias: bool) -> None:
+def replace_linear(module: Any, index: int, bias: bool, groups: int = 1) -> None:
     old = module.gamma[index]
-    new = nn.Conv2d(old.in_channels, old.out_channels, 1, bias=bias).to(old.weight)
+    new = nn.Conv2d(old.in_channels, old.out_channels, 1, bias=bias, groups=groups).to(old.weight)
     if new.bias is not None:
         nn.init.normal_(new.bias)
     module.gamma[index] = new
 
 
-def hook(*_: Any) -> None:
-    """Does nothing."""
-
-
 UNFUSED: dict[str, Callable[[Any], Any]] = {
-    "forward hook": lambda m: m.gamma[0].register_forward_hook(hook),
-    "forward pre-hook": lambda m: m.gamma[2].register_forward_pre_hook(hook),
-    "backward hook": lambda m: m.gamma[2].register_full_backward_hook(hook),
-    "backward pre-hook": lambda m: m.gamma[2].register_full_backward_pre_hook(hook),
-    "forward hook on gamma": lambda m: m.gamma.register_forward_hook(hook),
-    "backward hook on gamma": lambda m: m.gamma.register_full_backward_hook(hook),
-    "backward pre-hook on gamma": lambda m: m.gamma.register_full_backward_pre_hook(hook),
+    "forward hook": lambda m: m.gamma[0].register_forward_hook(lambda *_: None),
+    "forward pre-hook": lambda m: m.gamma[2].register_forward_pre_hook(lambda *_: None),
+    "backward hook": lambda m: m.gamma[2].register_full_backward_hook(lambda *_: None),
+    "backward pre-hook": lambda m: m.gamma[2].register_full_backward_pre_hook(lambda *_: None),
+    "forward hook on gamma": lambda m: m.gamma.register_forward_hook(lambda *_: None),
+    "backward hook on gamma": lambda m: m.gamma.register_full_backward_hook(lambda *_: None),
+    "backward pre-hook on gamma": lambda m: m.gamma.register_full_backward_pre_hook(lambda *_: None),
     "subclass of BatchNorm": lambda m: replace_norm(m, 0, OtherNorm),
     "SyncBatchNorm": lambda m: (replace_norm(m, 0, nn.SyncBatchNorm), m.eval()),
     "parametrization": lambda m: nn.utils.parametrizations.weight_norm(m.gamma[2]),
     "subclass of Sequential": lambda m: setattr(m, "gamma", Doubled(*m.gamma)),
     "another activation": lambda m: m.gamma.__setitem__(1, nn.LeakyReLU()),
+    "grouped linear layer": lambda m: replace_linear(m, 2, False, groups=2),
+    "appended layer": lambda m: m.gamma.append(nn.Identity()),
+    "slices of gamma": lambda m: setattr(m, "gamma", nn.Sequential(*m.gamma[:3], *m.gamma[3:])),
 }
 
 
@@ -306,21 +290,6 @@ UNFUSED: dict[str, Callable[[Any], Any]] = {
 def test_changed_layers_run_unfused(kind: str, change: str) -> None:
     module, x = Setting(kind).module(), Setting(kind).x()
     UNFUSED[change](module)
-    assert not is_fused(module, x)
-    assert_matches_reference(module, x)
-
-
-OTHER_MODULES: dict[str, Callable[[], SelfAttention]] = {
-    "dot": lambda: PairwiseAttention(32, 3, relation="dot", group_size=4).double(),
-    "star": lambda: PatchwiseAttention(32, 3, relation="star", group_size=4).double(),
-    "clique": lambda: PatchwiseAttention(32, 3, relation="clique", group_size=4).double(),
-    "two hidden layers": Setting(mapping="LRLRL").module,
-}
-
-
-@pytest.mark.parametrize("which", OTHER_MODULES)
-def test_modules_without_a_fused_operator_run_unfused(which: str) -> None:
-    module, x = OTHER_MODULES[which](), Setting().x()
     assert not is_fused(module, x)
     assert_matches_reference(module, x)
 
@@ -425,16 +394,10 @@ def test_compiles_to_one_graph(kind: str, training: bool) -> None:
         called.append({node.target._schema.name for node in graph.graph.nodes if hasattr(node.target, "_schema")})
         return make_boxed_func(graph)
 
-    def trained(model: Any) -> dict[str, Tensor]:
-        leaf = IMAGES.clone().requires_grad_()
-        y = model(leaf)
-        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(7)))
-        tensors = {"y": y.detach(), "x": leaf.grad} | {name: p.grad for name, p in model.named_parameters()}
-        return {name.removeprefix("_orig_mod."): x for name, x in (tensors | dict(model.named_buffers())).items()}
-
     model = small(kind).train(training)
-    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend=aot_autograd(fw_compiler=record, bw_compiler=record))
-    assert_close(trained(compiled), trained(model), 1e-5, 1e-4)
+    compiled = copy.deepcopy(model)
+    compiled.compile(fullgraph=True, backend=aot_autograd(fw_compiler=record, bw_compiler=record))
+    assert_close(differentiated(compiled, IMAGES), results(model, IMAGES), 1e-5, 1e-4)
     forward, backward = called
     assert FUSED[kind] in forward and f"{FUSED[kind]}_backward" in backward
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import batch_norm
 
-from san.ops import definitions, fused, library
-
-assert library.load(), "these tests need the compiled kernels"
+from san.ops import fused
+from tests.ops.cases import Tensors, assert_near, differentiated
+from tests.ops.threads import assert_same_bits_with_any_number_of_threads
 
 # One pixel per row of the kernel or many, whole rows or not, and several tasks.
 SHAPES = [(2, 5, 3, 4), (1, 64, 5, 5), (3, 100, 7, 7), (2, 1, 9, 8), (2, 2048, 3, 3), (4, 32, 64, 65)]
@@ -39,35 +39,28 @@ def computed(*inputs: Tensor | None) -> Tensor:
     return fused.norm_relu(*inputs, 1e-5)[0]  # type: ignore[arg-type]
 
 
-def differentiated(function: Callable[..., Tensor], inputs: Inputs, **options: bool) -> tuple[Tensor, ...]:
+def results(function: Callable[..., Tensor], inputs: Inputs) -> Tensors:
     """The result and the gradients of x, weight and bias."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:3] if x is not None]
-    y_NCHW = function(*leaves, *inputs[3:])
-    grad = torch.randn(y_NCHW.shape, generator=torch.Generator().manual_seed(1)).to(y_NCHW)
-    return y_NCHW.detach(), *torch.autograd.grad(y_NCHW, leaves, grad, **options)
+    outputs, grads = differentiated(lambda leaves: (function(*leaves, *inputs[3:]),), inputs[:3])
+    return *outputs, *grads
 
 
 def doubled(inputs: Inputs) -> Inputs:
     return tuple(x if x is None else x.double() for x in inputs)  # type: ignore[return-value]
 
 
-def assert_near(got: tuple[Tensor, ...], want: tuple[Tensor, ...], allowed: float) -> None:
-    for a, b in zip(got, want, strict=True):
-        assert (a - b).norm() <= allowed * b.norm()
-
-
 @every_shape
 @both_statistics
 def test_matches_torch(shape: tuple[int, ...], of_batch: bool) -> None:
     inputs = sample(shape, of_batch)
-    assert_near(differentiated(computed, inputs), differentiated(reference, doubled(inputs)), 2e-6)
+    assert_near(results(computed, inputs), results(reference, doubled(inputs)), 2e-6)
 
 
 @pytest.mark.parametrize("mean", [1e3, 1e4], ids=str)
 @both_statistics
 def test_large_means(mean: float, of_batch: bool) -> None:
     inputs = sample((4, 32, 64, 65), of_batch, mean)
-    got, want = differentiated(computed, inputs), differentiated(reference, doubled(inputs))
+    got, want = results(computed, inputs), results(reference, doubled(inputs))
     signs = (got[0] > 0) != (want[0] > 0)  # values next to 0 may be rounded to its other side
     assert_near(got[:1], want[:1], 2e-6)
     assert signs.float().mean() < 1e-5
@@ -112,21 +105,9 @@ def test_gradients_can_be_differentiated(of_batch: bool) -> None:
     assert_near(got, penalty(reference, doubled(inputs)), 1e-4)
 
 
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @every_shape
-def test_same_bits_with_any_number_of_threads(shape: tuple[int, ...], threads: Callable[[int], None]) -> None:
-    results = []
-    for count in (1, 2, 3):
-        threads(count)
-        results.append(differentiated(computed, sample(shape)))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+def test_same_bits_with_any_number_of_threads(shape: tuple[int, ...]) -> None:
+    assert_same_bits_with_any_number_of_threads(lambda: results(computed, sample(shape)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30], ids=str)
@@ -135,7 +116,7 @@ def test_extreme_pixels_act_as_in_torch(value: float, of_batch: bool) -> None:
     for pixel in (0, 3):
         inputs = sample(of_batch=of_batch)
         inputs[0][0, 1, 0, pixel] = value
-        got, want = differentiated(computed, inputs), differentiated(reference, doubled(inputs))
+        got, want = results(computed, inputs), results(reference, doubled(inputs))
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, equal_nan=True)
 
@@ -147,14 +128,6 @@ def test_noncontiguous_gradient() -> None:
     grad = torch.ones(()).expand(y_NCHW.shape)
     got, want = (torch.autograd.grad(y_NCHW, leaf, g, retain_graph=True)[0] for g in (grad, grad.contiguous()))
     assert torch.equal(got, want)
-
-
-def test_definition_matches_the_kernel() -> None:
-    x_NCHW, weight, bias, _, _ = sample()
-    x_NHWC = x_NCHW.permute(0, 2, 3, 1)
-    y_NHWC, mean, var = torch.ops.san.norm_relu(x_NHWC, weight, bias, None, None, 1e-5)
-    for statistics in ((None, None), (mean.float(), var.float())):
-        torch.testing.assert_close(y_NHWC, definitions.norm_relu(x_NHWC, weight, bias, *statistics, 1e-5))
 
 
 def test_rejects_vectors_of_the_wrong_size() -> None:

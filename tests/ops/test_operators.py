@@ -1,4 +1,4 @@
-"""Operators of unfused attention: results, gradients, registration, compilation, error messages."""
+"""Operators of unfused attention: results, gradients, registration, error messages."""
 
 from __future__ import annotations
 
@@ -15,20 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from san import ops
 from san.ops import library
 from tests.ops.operators import CASES, LAYOUTS, OPERATORS, Case, Operator, gradients
-
-assert library.load(), "these tests need the compiled kernels"
+from tests.ops.threads import assert_same_bits_with_any_number_of_threads
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 HALF = [torch.float16, torch.bfloat16]
-
-
-@every_operator
-@every_case
-def test_matches_reference(operator: Operator, case: Case) -> None:
-    inputs = operator.sample(case)
-    ours = gradients(operator.kernel(), inputs, *operator.rest(case))
-    torch.testing.assert_close(ours, operator.defined(inputs, case), rtol=1e-12, atol=1e-12)
 
 
 @every_operator
@@ -52,10 +43,9 @@ def test_matches_reference_for_any_shape(
 
 
 @every_operator
-def test_gradcheck(operator: Operator) -> None:
+def test_gradgradcheck(operator: Operator) -> None:
     case = Case(1, 4, 3, 2, 3)
     arguments = (*(x.requires_grad_() for x in operator.sample(case)), *operator.rest(case))
-    assert torch.autograd.gradcheck(operator.kernel(), arguments)
     assert torch.autograd.gradgradcheck(operator.kernel(), arguments)
 
 
@@ -109,23 +99,8 @@ def test_noncontiguous_gradient(operator: Operator) -> None:
 @every_operator
 def test_same_bits_with_any_number_of_threads(operator: Operator) -> None:
     case = Case(4, 16, 9, 9, 5)
-    before = torch.get_num_threads()
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(gradients(operator.kernel(), operator.sample(case, torch.float32), *operator.rest(case)))
-    torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
-
-
-@every_operator
-def test_compiles_to_one_graph(operator: Operator) -> None:
-    case = Case(2, 4, 5, 5, 3)
     inputs = operator.sample(case, torch.float32)
-    function = getattr(ops, operator.name)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*inputs, *operator.rest(case)), function(*inputs, *operator.rest(case)))
+    assert_same_bits_with_any_number_of_threads(lambda: gradients(operator.kernel(), inputs, *operator.rest(case)))
 
 
 MAP = torch.zeros(2, 8, 5, 5)
@@ -186,9 +161,3 @@ def test_backend_applies_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         other.start()
         other.join()
     assert set(kernels) == {other}
-
-
-def test_backend_reference_runs_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "load", lambda: pytest.fail("the kernels were loaded"))
-    with ops.backend("reference"):
-        assert ops.unfold(MAP, 3).shape == (2, 8, 9, 25)

@@ -33,13 +33,6 @@ def together(shares: list[list[sampler.Indices]]) -> list[list[int]]:
 
 @quick
 @given(counts, batches, worlds)
-def test_each_image_exactly_once(count: int, batch: int, world: int) -> None:
-    seen = [share for shares in all_shares(count, batch, world) for share in shares]
-    assert sorted(np.concatenate([np.empty(0, np.int64), *seen]).tolist()) == list(range(count))
-
-
-@quick
-@given(counts, batches, worlds)
 def test_sizes_and_steps_are_even(count: int, batch: int, world: int) -> None:
     shares = all_shares(count, batch, world)
     assert {len(of_rank) for of_rank in shares} == {sampler.steps(count, batch)}
@@ -48,12 +41,6 @@ def test_sizes_and_steps_are_even(count: int, batch: int, world: int) -> None:
     if len(whole):
         assert whole.max() <= batch and np.ptp(whole) <= 1
         assert np.ptp(sizes) <= 1, "there must be at most two batch sizes, because each one compiles the model again"
-
-
-@quick
-@given(counts, batches, worlds)
-def test_global_batches_do_not_depend_on_the_number_of_ranks(count: int, batch: int, world: int) -> None:
-    assert together(all_shares(count, batch, world)) == together(all_shares(count, batch, 1))
 
 
 @quick

@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from pipelines import DataError, Dataset, Loader, Transform
 from pipelines.datasets.check import broken_images, check
-from pipelines.datasets.manifest import list_path, write_list
 from pipelines.datasets.pack import pack
+from tests.pipelines.test_loader import pillow_validation
 
 Make = Callable[[Path], object]
 
@@ -108,19 +107,16 @@ NO_IMAGES: dict[str, Make] = {
 }
 
 
-def make_dirty(root: Path) -> Path:
-    """Writes all of these files to `train/dirty`, and one sound image to `train/clean`."""
+@pytest.fixture(scope="module")
+def dirty(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """All of these files in `train/dirty`, and one sound image in `train/clean`."""
+    root = tmp_path_factory.mktemp("dirty")
     for name in ("clean", "dirty"):
         (root / "train" / name).mkdir(parents=True)
     picture().save(root / "train/clean/1.png")
     for name, make in (*SOUND.items(), *((name, make) for name, (make, _) in BROKEN.items()), *NO_IMAGES.items()):
         make(root / "train/dirty" / name)
-    return root
-
-
-@pytest.fixture(scope="module")
-def dirty(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return Dataset.scan(make_dirty(tmp_path_factory.mktemp("dirty")), "train")
+    return Dataset.scan(root, "train")
 
 
 def found_in(data: Dataset, workers: int) -> dict[str, str]:
@@ -141,33 +137,13 @@ def test_check_finds_all_broken_images(dirty: Dataset, workers: int) -> None:
 WHOLE = Transform(size=20, resize=20, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
 
 
-def square(path: Path) -> NDArray[np.float64]:
-    """Returns the validation image by Pillow, [3, 20, 20]."""
-    with Image.open(path) as image:
-        upright = ImageOps.exif_transpose(image).convert("RGB")
-    width, height = (int(WHOLE.resize * side / min(upright.size)) for side in upright.size)
-    left, top = round((width - WHOLE.size) / 2), round((height - WHOLE.size) / 2)
-    resized = upright.resize((width, height), Image.Resampling.BILINEAR)
-    return np.asarray(resized.crop((left, top, left + 20, top + 20)), np.float64).transpose(2, 0, 1)
-
-
 def test_sound_images_equal_those_of_pillow(dirty: Dataset) -> None:
     """This includes CMYK colors, EXIF rotations and single pixels."""
     sound = dirty.without(one.index for one in broken_images(dirty, range(len(dirty))))
     assert {Path(path).name for path in sound.paths} == SOUND.keys() | {"1.png", LINE_BREAK}
     images = torch.cat([batch.images_NCHW for batch in Loader(sound, WHOLE, train=False, batch_size=7).epoch(0)]).numpy()
     for path, image in zip(sound.paths, images, strict=True):
-        assert np.abs(image - square(sound.root / path)).mean() < 2, path
-
-
-def test_training_with_a_list_skips_broken_images(tmp_path: Path) -> None:
-    data = Dataset.scan(make_dirty(tmp_path), "train")
-    sound = data.without(one.index for _, broken in check(data, 2) for one in broken)
-    write_list(list_path(tmp_path, "train"), sound.paths, sound.sizes)
-    listed = Dataset.open(tmp_path, "train")
-    assert listed == sound
-    labels = [batch.labels_N for batch in Loader(listed, WHOLE, train=True, batch_size=4).epoch(0)]
-    assert sorted(torch.cat(labels).tolist()) == [0] + [1] * len(SOUND)
+        assert np.abs(image - pillow_validation(sound.root / path, 20, 20)).mean() < 2, path
 
 
 def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -169,13 +168,6 @@ def test_choice_is_independent_of_split_and_other_classes(many: Dataset, tmp_pat
     assert [path.removeprefix("other/") for path in Dataset.scan(tmp_path, "other").first(3, 7).paths] == names
     shutil.rmtree(tmp_path / "other/a")
     assert [path.removeprefix("other/") for path in Dataset.scan(tmp_path, "other").first(3, 7).paths] == names[3:]
-
-
-def test_require_sizes_rejects_changed_files(many: Dataset) -> None:
-    many.require_sizes([], [])
-    many.require_sizes(np.array([3, 20]), (14, 14))
-    with pytest.raises(DataError, match=r"train/b/00\.jpg: 12 bytes, but 14 when"):
-        many.require_sizes([3, 20], [14, 12])
 
 
 def test_hold_out_splits_the_images(many: Dataset) -> None:

@@ -13,15 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines import DataError, Dataset, Loader, Transform
 from pipelines.datasets.pack import Packed, pack
 from tests.pipelines.datasets.test_check import picture
 from tests.pipelines.datasets.test_dataset import put
-
-SIZES = st.lists(st.integers(1, 4000), min_size=1, max_size=12)
 
 
 def folder_of(root: Path, sizes: list[int]) -> Dataset:
@@ -48,7 +46,11 @@ def out(tmp_path: Path) -> Path:
 
 
 @settings(max_examples=25)
-@given(sizes=SIZES, shard_bytes=st.integers(1, 20_000), workers=st.integers(1, 3))
+@given(
+    sizes=st.lists(st.integers(1, 4000), min_size=1, max_size=12),
+    shard_bytes=st.integers(1, 20_000),
+    workers=st.integers(1, 3),
+)
 def test_shards_hold_every_image_once_and_in_order(sizes: list[int], shard_bytes: int, workers: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = folder_of(Path(folder) / "images", sizes)
@@ -229,39 +231,19 @@ def test_checksum_finds_a_changed_byte(data: Dataset, out: Path) -> None:
 PIXELS = Transform(size=12, resize=14, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Dataset]:
-    """The same 13 images of different sizes in a folder and in shards."""
-    root = tmp_path_factory.mktemp("both")
+@pytest.mark.parametrize("train", [True, False])
+def test_shards_give_the_same_batches_as_the_folder(train: bool, tmp_path: Path) -> None:
     for index in range(13):
-        path = root / f"train/{'abc'[index % 3]}/{index:02d}.{'jpg' if index % 2 else 'png'}"
+        path = tmp_path / f"train/{'abc'[index % 3]}/{index:02d}.{'jpg' if index % 2 else 'png'}"
         path.parent.mkdir(parents=True, exist_ok=True)
         picture(17 + 3 * index, 60 - 4 * index).rotate(20 * index).save(path)
-    data = Dataset.scan(root, "train")
-    packed(data, root / "out", 8000)
-    return data, Dataset.open_shards(root / "out", "train")
-
-
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    train=st.booleans(),
-    world=st.integers(1, 3),
-    batch_size=st.integers(4, 13),  # each rank gets an image in every step
-    seed=st.integers(0, 2**31),
-    epoch=st.integers(0, 99),
-    threads=st.integers(1, 2),
-)
-def test_shards_give_the_same_batches_as_the_folder(
-    both: tuple[Dataset, Dataset], train: bool, world: int, batch_size: int, seed: int, epoch: int, threads: int
-) -> None:
-    seen = 0
-    for rank in range(world):
-        loaders = [
-            Loader(data, PIXELS, train=train, batch_size=batch_size, rank=rank, world_size=world, seed=seed, threads=threads)
-            for data in both
-        ]
-        for folder, shards in zip(*(loader.epoch(epoch) for loader in loaders), strict=True):
-            assert torch.equal(folder.images_NCHW, shards.images_NCHW)
-            assert torch.equal(folder.labels_N, shards.labels_N)
-            seen += len(folder.labels_N)
-    assert seen == len(both[0])
+    data = Dataset.scan(tmp_path, "train")
+    packed(data, tmp_path / "out", 8000)
+    for rank in range(2):
+        folder, shards = (
+            Loader(images, PIXELS, train=train, batch_size=5, rank=rank, world_size=2, threads=2).epoch(1)
+            for images in (data, Dataset.open_shards(tmp_path / "out", "train"))
+        )
+        for ours, theirs in zip(folder, shards, strict=True):
+            assert torch.equal(ours.images_NCHW, theirs.images_NCHW)
+            assert torch.equal(ours.labels_N, theirs.labels_N)
