@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import san
 from tests.gpu.case import Case, Row, Settings, SkipCase
@@ -17,7 +18,32 @@ CLASSES = 10
 ALLOWED = {"float32": 1e-3, "bfloat16": 5e-2}
 """Allowed relative error. The bits can differ, because cuBLAS may choose other algorithms during a capture."""
 
+Step = Callable[[Tensor, Tensor], Tensor]
 Found = dict[str, Tensor]
+
+
+def network(name: str, settings: Settings) -> nn.Module:
+    """Returns a model in training mode, with the same weights in each call."""
+    torch.manual_seed(0)
+    stages = 2 if settings.small else 3
+    return san.create_model(name, CLASSES, num_stages=stages, width_mult=0.5).to(settings.device)
+
+
+def trained(model: nn.Module, step: Step, settings: Settings) -> Found:
+    """Returns the losses of all steps and the changed state of the model."""
+    generator = torch.Generator().manual_seed(1)
+    before, losses = whole(list(model.parameters())), []
+    for batch in BATCHES:
+        images = torch.randn(batch, 3, *[32 if settings.small else 64] * 2, generator=generator).to(settings.device)
+        labels = torch.randint(CLASSES, (batch,), generator=generator).to(settings.device)
+        losses.append(step(images, labels).clone())  # the next replay overwrites it
+    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return {
+        "losses": torch.stack(losses),
+        "changes of weights": whole(list(model.parameters())) - before,
+        "running statistics": whole(statistics),
+        "counters": whole([buffer for buffer in model.buffers() if not buffer.is_floating_point()]),
+    }
 
 
 def compared(name: str, graphs: Found, eager: Found, allowed: float) -> Iterator[Row]:
@@ -25,46 +51,79 @@ def compared(name: str, graphs: Found, eager: Found, allowed: float) -> Iterator
         yield check(f"{name}, {what}", error(graphs[what], wanted), 0.0 if what == "counters" else allowed)
 
 
-def engine(name: str, precision: str, accumulate: int, graphs: bool, device: str) -> Found:
-    """Trains a network with momentum and weight decay. Returns the losses of all steps and what has changed in the network."""
+def gradient_descent(name: str, precision: str, graphs: bool, settings: Settings) -> Found:
+    """Runs forward and backward like the engine, with plain gradient descent and without DeepSpeed, which not every GPU machine
+    has."""
+    from experiments.training.engine import _flat_gradients
+    from experiments.training.graphs import StepGraphs
+    from experiments.training.recipe import MixedBatch
+
+    model = network(name, settings).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    gradients = _flat_gradients(model)
+
+    def forward_backward(part: MixedBatch, images: int) -> Tensor:
+        with torch.autocast(settings.device, torch.bfloat16, enabled=precision == "bfloat16"):
+            logits = model(part.images_NCHW.contiguous(memory_format=torch.channels_last))
+        loss = part.loss(logits, 0.1) * (len(part.labels_N) / images)
+        loss.backward()
+        return loss.detach()
+
+    run = StepGraphs(forward_backward, [gradients, *model.buffers()]) if graphs else forward_backward
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        gradients.zero_()
+        loss = run(MixedBatch(images, labels), len(labels))
+        with torch.no_grad():
+            for weight in model.parameters():
+                assert weight.grad is not None
+                weight -= 0.05 * weight.grad
+        return loss
+
+    return trained(model, step, settings) | {"gradients of the last step": gradients.clone()}
+
+
+def engine(name: str, precision: str, accumulate: int, graphs: bool, settings: Settings) -> Found:
+    """Runs the engine with momentum and weight decay."""
     from experiments.grids.config import EngineConfig, RecipeConfig
     from experiments.training.engine import Engine, join_process_group
     from experiments.training.graphs import StepGraphs
 
-    join_process_group(torch.device(device, 0))
+    join_process_group(torch.device(settings.device, 0) if settings.on_gpu else torch.device("cpu"))
     values = {"epochs": 2, "batch_size": 8, "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4, "label_smoothing": 0.1}
     recipe = RecipeConfig.model_validate(values | {"grad_accum_steps": accumulate, "precision": precision})
-    torch.manual_seed(0)  # the same weights in each call
-    model = san.create_model(name, CLASSES, num_stages=3, width_mult=0.5).to(device)
     config = EngineConfig(cuda_graphs=graphs, tf32=False)
-    ours = Engine(model, recipe, len(BATCHES), 8 // accumulate, config)
+    ours = Engine(network(name, settings), recipe, len(BATCHES), 8 // accumulate, config)
     assert isinstance(ours._forward_backward, StepGraphs) == graphs
-    generator = torch.Generator().manual_seed(1)
-    before, losses = whole(list(ours.module.parameters())), []
-    for batch in BATCHES:
-        images = torch.randn(batch, 3, 64, 64, generator=generator).to(device)
-        labels = torch.randint(CLASSES, (batch,), generator=generator).to(device)
-        losses.append(ours.train_step(images, labels).clone())  # the next replay overwrites it
-    buffers = list(ours.module.buffers())
-    return {
-        "losses": torch.stack(losses),
-        "changes of weights": whole(list(ours.module.parameters())) - before,
-        "running statistics": whole([buffer for buffer in buffers if buffer.is_floating_point()]),
-        "counters": whole([buffer for buffer in buffers if not buffer.is_floating_point()]),
-    }
+    return trained(ours.module, ours.train_step, settings)
+
+
+def steps(settings: Settings) -> Iterator[Row]:
+    """Checks `StepGraphs` for both kinds of SAN, with and without autocast."""
+    exact_products()
+    for name in NETWORKS:
+        for precision, allowed in ALLOWED.items():
+            graphs, eager = (gradient_descent(name, precision, on, settings) for on in (True, False))
+            yield from compared(f"{name}, {precision}", graphs, eager, allowed)
 
 
 def engines(settings: Settings) -> Iterator[Row]:
     """Checks `Engine` with `cuda_graphs`; with `accumulate`, a batch of 7 consists of parts of 4 and 3."""
-    if not settings.on_gpu:
-        raise SkipCase("needs a GPU: a CPU has no CUDA graphs")
     import deepspeed  # noqa: F401
 
     exact_products()
-    for name, accumulate in ((NETWORKS[0], 1), (NETWORKS[0], 2), (NETWORKS[1], 1)):
+    for accumulate in (1, 2):
         for precision, allowed in ALLOWED.items():
-            graphs, eager = (engine(name, precision, accumulate, on, settings.device) for on in (True, False))
-            yield from compared(f"{name}, accumulate={accumulate}, {precision}", graphs, eager, allowed)
+            graphs, eager = (engine(NETWORKS[0], precision, accumulate, on, settings) for on in (True, False))
+            yield from compared(f"accumulate={accumulate}, {precision}", graphs, eager, allowed)
 
 
-ALL = [Case("training", "engine with CUDA graphs", engines, 24, 240)]
+def on_gpu(run: Callable[[Settings], Iterator[Row]], settings: Settings) -> Iterator[Row]:
+    if not settings.on_gpu:
+        raise SkipCase("needs a GPU: a CPU has no CUDA graphs")
+    yield from run(settings)
+
+
+ALL = [
+    Case("training", "steps from CUDA graphs", partial(on_gpu, steps), 24, 180),
+    Case("training", "engine with CUDA graphs", partial(on_gpu, engines), 24, 180),
+]
