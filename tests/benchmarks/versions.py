@@ -1,9 +1,11 @@
-"""Compares ways to run training steps and evaluations of whole networks on the CPU.
+"""Compares training steps and evaluations of whole networks on the CPU: two checkouts of this project, or ways to run one.
 
-    python -m tests.benchmarks.versions [--threads 1] [--rounds 5] [--only 224] [bfloat16] [compiled]
+    git worktree add ../before REVISION
+    python -m tests.benchmarks.versions --before ../before [--threads 1] [--rounds 5] [--only 224]
+    python -m tests.benchmarks.versions bfloat16 compiled
 
-Every round runs each way in turn in a process of its own, so that disturbances affect all; a process reports its fastest step.
-Ratios are `plain` / another way within a round: median and range. `memory kept`, the default, has the settings of glibc that
+Every round runs each variant in turn in a process of its own, so that disturbances affect all; a process reports its fastest
+step. Ratios are the first variant / another one within a round: median and range. `memory kept` has the settings of glibc that
 `san run` uses, `bfloat16` trains and evaluates under autocast, and `compiled` uses torch.compile, whose first training step and
 first evaluation are listed. Inputs and gradients are random; networks at 32x32 have three stages (ResNets two), half the width
 and 64 images, those at 224x224 are complete and have four.
@@ -29,6 +31,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647", 
 class Variant:
     """What runs in a process."""
 
+    checkout: Path = ROOT
     environment: dict[str, str] = field(default_factory=dict)
     half: bool = False
     compiled: bool = False
@@ -86,20 +89,24 @@ def measure(variant: Variant, network: str, threads: int) -> list[tuple[float, f
     how = {"threads": threads, "steps": 20 if side < 100 else 5, "half": variant.half, "compiled": variant.compiled}
     code = PROGRAM.format(name=name, options=options, batch=batch, side=side, **how)
     environment = os.environ | variant.environment
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=variant.checkout, env=environment, check=True, stdout=subprocess.PIPE
+    )
     return [(fastest, first) for fastest, first in json.loads(done.stdout.splitlines()[-1])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", choices=[*WAYS, []], help="by default memory kept")
+    parser.add_argument("ways", nargs="*", choices=[*WAYS, []], help="variants of this checkout; by default memory kept")
+    parser.add_argument("--before", type=Path, help="folder of another checkout, the first variant")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="part of the networks' names")
     options = parser.parse_args()
-    others = options.ways or ["memory kept"]
-    variants = {"plain": Variant()} | {name: WAYS[name] for name in others}
-    heads = ["network", *(f"{name}, ms" for name in variants), *(f"plain / {name}" for name in others), "first call, s"]
+    before = {"before": Variant(options.before)} if options.before else {}
+    variants = before | {"now": Variant()} | {name: WAYS[name] for name in options.ways or ["memory kept"]}
+    baseline, *others = variants
+    heads = ["network", *(f"{name}, ms" for name in variants), *(f"{baseline} / {name}" for name in others), "first call, s"]
     rows = []
     for network in (name for name in NETWORKS if options.only in name):
         found = [
@@ -107,8 +114,8 @@ def main() -> None:
         ]
         for mode, label in enumerate(MODES):
             ms = {name: [one[name][mode][0] for one in found] for name in variants}
-            ratios = [[a / b for a, b in zip(ms["plain"], ms[name], strict=True)] for name in others]
-            first = min(one[others[-1]][mode][1] for one in found)
+            ratios = [[a / b for a, b in zip(ms[baseline], ms[name], strict=True)] for name in others]
+            first = min(one[[*variants][-1]][mode][1] for one in found)
             cells = [*(spread(x) for x in ms.values()), *(spread(x, 2) for x in ratios), f"{first:.1f}"]
             rows.append([f"{network}, {label}", *cells])
             print("; ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
