@@ -1,7 +1,5 @@
 """The main path with every real part: `san run`, Ray, DALI, DeepSpeed, kernels, MLflow and the table."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import os
@@ -24,7 +22,7 @@ from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runs.workspace import Workspace
 from experiments.training.trainer import run_trial
 from tests.cluster.cells import Memory
-from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.conftest import SMALL_GRID, WriteGrid
 from tests.experiments.drivers import Driver
 from tests.experiments.samples import runs_of
 
@@ -117,7 +115,7 @@ def train_and_save(workspace: Workspace, trial: Trial, report: Callable[[Mapping
 
 @pytest.mark.slow
 def test_result_does_not_depend_on_earlier_trials_of_the_process(
-    write_grid: Callable[[str], Path], tmp_path: Path, empty_database: Path
+    write_grid: WriteGrid, tmp_path: Path, empty_database: Path
 ) -> None:
     saved: list[dict[str, Any]] = []
     for name, step in (("forwards", 1), ("backwards", -1)):

@@ -1,7 +1,5 @@
 """`san evaluate` and `san convert`: the exact accuracy of every kind of checkpoint on every split."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,8 +16,9 @@ from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import validated_weights
 from san.models import pretrained
-from tests.experiments.conftest import HELD_OUT, SMALL_GRID, San, Trained
-from tests.experiments.samples import of_step, opened_checkpoints
+from san.models.base import BaseModel
+from tests.experiments.conftest import HELD_OUT, SMALL_GRID, Rejected, San, Trained
+from tests.experiments.samples import flip_a_bit, of_step, opened_checkpoints
 
 DIGITS = PROJECT_DIR / "data" / "digits"
 MODEL = "small-digits-pairwise_3"
@@ -38,8 +37,7 @@ def measured(found: Evaluation) -> tuple[float, float, float, int]:
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_checkpoint_gives_the_accuracy_of_its_validation(epoch: int, trained: Trained) -> None:
     found = evaluated(trained.folder / f"epoch-{epoch:04d}-step-0000000.pt")
-    history = Checkpoint.read(trained.folder / "epoch-0002-step-0000000.pt").history
-    validated = history[epoch - 1]
+    validated = Checkpoint.read(trained.folder / "epoch-0002-step-0000000.pt").history[epoch - 1]
     assert measured(found) == (validated.top1, validated.top5, validated.val_loss, 120)
     assert (found.model, found.epoch, found.split, found.classes) == ("san10_pairwise", epoch, "train", 10)
     assert found.own_images
@@ -113,10 +111,12 @@ def test_finds_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
     for number in range(1, 4):  # the first is the best
         checkpoints.save(of_step(number))
     checkpoints.save(of_step(3, step=5))
-    assert [best.name for best in [best_in(checkpoints.store, checkpoints.folder)] if best] == ["epoch-0001-step-0000000.pt"]
+    best = best_in(checkpoints.store, checkpoints.folder)
+    assert best is not None and best.name == of_step(1).name
     checkpoints.save(of_step(4))
-    Path(checkpoints.uri("epoch-0001-step-0000000.pt")).write_bytes(b"damaged")
-    assert [best.name for best in [best_in(checkpoints.store, checkpoints.folder)] if best] == ["epoch-0004-step-0000000.pt"]
+    Path(checkpoints.uri(best.name)).write_bytes(b"damaged")
+    best = best_in(checkpoints.store, checkpoints.folder)
+    assert best is not None and best.name == of_step(4).name
     assert best_in(LocalStore(tmp_path)) is None
 
 
@@ -136,8 +136,9 @@ def test_validation_averages_batchnorm_statistics_of_workers(averaged: bool) -> 
 
 def other_classes(tmp: Path, count: int) -> str:
     for label in range(count):
-        (tmp / "images" / "val" / f"class{label}").mkdir(parents=True)
-        (tmp / "images" / "val" / f"class{label}" / "1.png").write_bytes(b"never decoded here")
+        folder = tmp / "images" / "val" / f"class{label}"
+        folder.mkdir(parents=True)
+        (folder / "1.png").write_bytes(b"never decoded here")
     return f"data.root={tmp / 'images'}"
 
 
@@ -146,22 +147,19 @@ def written(path: Path, content: object) -> str:
     return str(path)
 
 
-def cut(trained: Trained, tmp: Path) -> str:
-    """A checkpoint with one bit flipped in its weights."""
-    content = bytearray(next(trained.folder.glob("epoch-*.pt")).read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp / "epoch-0001-step-0000000.pt").write_bytes(content)
-    return str(tmp / "epoch-0001-step-0000000.pt")
+def with_a_flipped_bit(tmp: Path) -> str:
+    path = tmp / of_step(1).name
+    path.write_bytes(flip_a_bit(of_step(1, value=1.0).as_bytes()))
+    return str(path)
 
 
-def grey(tmp_path: Path) -> str:
-    san.save_checkpoint(san.create_model("san10_pairwise", 10, in_channels=1, num_stages=1), tmp_path / "grey.pt")
-    return str(tmp_path / "grey.pt")
-
-
-def ours(trained: Trained, tmp: Path) -> str:
-    san.save_checkpoint(trained.best.model(), tmp / "ours.pt")
+def ours(model: BaseModel, tmp: Path) -> str:
+    san.save_checkpoint(model, tmp / "ours.pt")
     return str(tmp / "ours.pt")
+
+
+def grey() -> BaseModel:
+    return san.create_model("san10_pairwise", 10, in_channels=1, num_stages=1)
 
 
 def store_of(trained: Trained) -> list[str]:
@@ -179,7 +177,7 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], list[str]]] = {
     "model without a version": (lambda trained, _: [f"models:/{MODEL}", *store_of(trained)], [f"models:/{MODEL}", "/VERSION"]),
     "folder without checkpoints": (lambda _, tmp: [str(tmp)], ["no readable checkpoint of a complete epoch"]),
     "text file": (lambda *_: [str(SMALL_GRID)], ["small.yaml", "torch.save"]),
-    "flipped bit": (lambda trained, tmp: [cut(trained, tmp)], ["epoch-0001-step-0000000.pt: "]),
+    "flipped bit": (lambda _, tmp: [with_a_flipped_bit(tmp)], ["epoch-0001-step-0000000.pt: "]),
     "tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], ["a.pt", "Tensor"]),
     "dict without weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], ["a.pt", "no state dict"]),
     "old checkpoint": (lambda _, tmp: [written(tmp / "a.pt", {"engine": {}})], ["a.pt", "older version"]),
@@ -190,12 +188,15 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], list[str]]] = {
         lambda _, tmp: [written(tmp / "a.pt", {"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}), "model.path=x"],
         ["san10_pairwise has no field path"],
     ),
-    "model for grayscale images": (lambda _, tmp: [grey(tmp)], ["grey.pt", "1-channel"]),
+    "model for grayscale images": (lambda _, tmp: [ours(grey(), tmp)], ["ours.pt", "1-channel"]),
     "small images": (
-        lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
+        lambda trained, tmp: [ours(trained.best.model(), tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
         ["stage 1 of san10_pairwise", "2 x 2"],
     ),
-    "wrong number of classes": (lambda trained, tmp: [ours(trained, tmp), other_classes(tmp, 3)], ["ours.pt", "10 classes"]),
+    "wrong number of classes": (
+        lambda trained, tmp: [ours(trained.best.model(), tmp), other_classes(tmp, 3)],
+        ["ours.pt", "10 classes"],
+    ),
     "other classes": (
         lambda trained, tmp: [str(trained.folder), "data.source=folder", "data.split=val-original", other_classes(tmp, 10)],
         ["'0' instead of 'class0'"],
@@ -204,22 +205,21 @@ MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], list[str]]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_rejects(mistake: str, trained: Trained, tmp_path: Path, run_san: San) -> None:
+def test_rejects(mistake: str, trained: Trained, tmp_path: Path, rejected: Rejected) -> None:
     arguments, words = MISTAKES[mistake]
-    code, out, err = run_san("evaluate", *arguments(trained, tmp_path))
-    assert (code, out) == (2, "")
-    assert err.startswith("san: ") and len(err.splitlines()) == 1
-    assert all(word in err for word in words), err
+    message = rejected("evaluate", *arguments(trained, tmp_path))
+    assert message.startswith("san: ") and len(message.splitlines()) == 1
+    assert all(word in message for word in words), message
 
 
 def test_rejects_runs_whose_checkpoints_are_elsewhere(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_san: San
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejected: Rejected
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.grid_run.workspace.tracking_uri)
     for name in (run_of(trained), f"models:/{MODEL}/1"):
-        code, _, err = run_san("evaluate", name, "--runs", tmp_path)
-        assert code == 2
-        assert err.startswith(f"san: {name}: ") and trained.grid_run.trials[0].key in err and str(tmp_path) in err
+        message = rejected("evaluate", name, "--runs", tmp_path)
+        assert message.startswith(f"san: {name}: ")
+        assert trained.grid_run.trials[0].key in message and str(tmp_path) in message
 
 
 def test_existing_file_takes_precedence_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

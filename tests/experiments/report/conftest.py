@@ -1,8 +1,5 @@
 """Grids with invented results for the tests of reports."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,10 +15,10 @@ from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint, Origin
 from experiments.training.metrics import RunningEpoch
 from san import Complexity
+from tests.experiments.conftest import OpenGrid, WriteGrid
 from tests.experiments.samples import EPOCH
 
 QUESTION = "Is 5 < 7 & 'so' <script>document.title = 'hacked'</script><b>on</b>?"
-
 
 GRID = f"""
     question: "{QUESTION}"
@@ -95,7 +92,7 @@ def rows_of_table(page: ElementTree.Element, section: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def finished_job(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., GridRun]:
+def finished_job(write_grid: WriteGrid, runs: Path) -> OpenGrid:
     """Makes a grid run of five rows and two seeds. One row is unfinished, and another one lacks a seed."""
 
     def make(*overrides: str, grid: str = GRID, profile: str = "digits") -> GridRun:

@@ -1,9 +1,6 @@
 """The page of a grid: well-formed, with the right numbers, and without links to elsewhere."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +21,7 @@ from experiments.report.page import commands_for_row, page
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
-from tests.experiments.conftest import San
+from tests.experiments.conftest import OpenGrid, San, WriteGrid
 from tests.experiments.report.conftest import QUESTION, read_page, rows_of_table, save_untrained, text_of
 
 GRID_OF_PROTOCOL = """
@@ -39,7 +36,7 @@ GRID_OF_PROTOCOL = """
 DASH = "\N{EN DASH}"
 
 
-def test_page_of_a_grid(finished_job: Callable[..., GridRun], tmp_path: Path, run_san: San) -> None:
+def test_page_of_a_grid(finished_job: OpenGrid, tmp_path: Path, run_san: San) -> None:
     grid_run = finished_job()
     first = grid_run.trials[0]
     results = known_results(grid_run)
@@ -99,9 +96,7 @@ def test_page_of_a_grid(finished_job: Callable[..., GridRun], tmp_path: Path, ru
     ]
 
 
-def test_large_grids_show_only_the_best_rows(
-    write_grid: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes explain which rows have curves, labels and commands."""
     monkeypatch.setattr(data, "MOST_ROWS", 3)
     rows = [{"id": f"row{number}", "model": {"name": "resnet26"}, "recipe": {"lr": 0.1 + number}} for number in range(6)]
@@ -148,7 +143,7 @@ def test_protocol_table(
     names: list[str],
     measured: list[str],
     unmeasured: list[str],
-    finished_job: Callable[..., GridRun],
+    finished_job: OpenGrid,
     tmp_path: Path,
 ) -> None:
     """Two conditions are measured, for one of two seeds of the first row."""
@@ -169,7 +164,7 @@ def test_protocol_table(
     assert "resnet26: 80.0 % of 90.0 %" in charts[0].get("aria-label", "")
 
 
-def test_links_runs_on_a_server(finished_job: Callable[..., GridRun], tmp_path: Path) -> None:
+def test_links_runs_on_a_server(finished_job: OpenGrid, tmp_path: Path) -> None:
     grid_run = finished_job()
     results = known_results(grid_run)
     workspace = replace(grid_run.workspace, tracking_uri="https://runs.example.org/")

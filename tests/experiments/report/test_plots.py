@@ -1,10 +1,7 @@
 """Charts: readable labels, and PNG files."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,8 @@ from hypothesis import strategies as st
 
 from experiments.report.charts import save_plot, short_names
 from experiments.report.plots import LETTER, LINE, WIDTH, Chart, Point, Series, svg
-from experiments.runner.grid_run import GridRun, open_grid_run
+from experiments.runner.grid_run import open_grid_run
+from tests.experiments.conftest import OpenGrid
 from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
 
@@ -37,7 +35,7 @@ def test_labels_do_not_cover_each_other(places: list[tuple[float, float]]) -> No
     ("is_plot", "has_paper", "half_width"), [(True, True, 0.5), (True, False, None), (False, True, None), (False, False, 0.5)]
 )
 def test_draws_ours_next_to_the_paper(
-    is_plot: bool, has_paper: bool, half_width: float | None, open_small_grid: Callable[..., GridRun], tmp_path: Path
+    is_plot: bool, has_paper: bool, half_width: float | None, open_small_grid: OpenGrid, tmp_path: Path
 ) -> None:
     grid_run = open_small_grid()
     lines = tabled(grid_run, {"resnet26_3": 97.0, "pairwise_3": 96.0})

@@ -1,7 +1,5 @@
 """The study: claims of the paper, verdicts, and the page."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
