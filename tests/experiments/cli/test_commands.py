@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -20,7 +20,6 @@ from experiments.grids.expand import GRIDS_DIR, expand, profile_path
 from experiments.paper.tables import paper_rows, table_names
 from experiments.runs.workspace import default_runs
 from san import create_model, list_models, load_checkpoint, save_checkpoint
-from san.models.base import BaseModel
 from san.models.released import save_released_checkpoint
 from tests.experiments.conftest import SMALL_GRID, Printed, Rejected, San
 
@@ -38,13 +37,11 @@ def test_models_are_listed_with_their_fields(printed: Printed) -> None:
         ("san15_pairwise", 3, "subtraction"),
         ("san19_pairwise", 3, "subtraction"),
     ]
-    out = printed("models", "resnet26")
-    assert out.split()[:2] == ["resnet26", "depths=[1,2,4,1]"]
+    assert printed("models", "resnet26").split()[:2] == ["resnet26", "depths=[1,2,4,1]"]
 
 
 def test_complexity_of_a_grid_as_json(printed: Printed) -> None:
-    out = printed("complexity", "--grid", str(GRIDS_DIR / "relation.yaml"), "--json")
-    rows = json.loads(out)
+    rows = json.loads(printed("complexity", "--grid", GRIDS_DIR / "relation.yaml", "--json"))
     assert [row["id"] for row in rows] == list(paper_rows("relation"))
     by_id = {row["id"]: row for row in rows}
     assert by_id["pairwise_subtraction"]["flops_paper"] == 2_155_268_622
@@ -52,12 +49,11 @@ def test_complexity_of_a_grid_as_json(printed: Printed) -> None:
     for row in rows:
         for count in ("params", "flops_paper", "flops_actual"):
             assert sum(stage[count] for stage in row["stages"]) == row[count], (row["id"], count)
-    out = printed("complexity", "--json")
-    assert [row["id"] for row in json.loads(out)] == list_models()
+    assert [row["id"] for row in json.loads(printed("complexity", "--json"))] == list_models()
 
 
 def test_complexity_as_text_shows_the_numbers_of_the_paper_for_its_image_size(printed: Printed) -> None:
-    grid = str(GRIDS_DIR / "position.yaml")
+    grid = GRIDS_DIR / "position.yaml"
     out = printed("complexity", "--grid", grid)
     assert out.splitlines()[-1].split()[:5] == ["pairwise_relative", "10.532", "10.5", "2.155", "2.2"]
     out = printed("complexity", "--grid", grid, "--size", "256", "--stages")
@@ -70,8 +66,8 @@ def test_complexity_as_text_shows_the_numbers_of_the_paper_for_its_image_size(pr
 
 
 def test_plan_of_some_rows_and_seeds_as_json(printed: Printed) -> None:
-    out = printed("plan", SMALL_GRID, "--seeds", "2", "--only", "resnet26_3", "--only", "pairwise_3", "--json")
-    trials = json.loads(out)
+    only = ("--only", "resnet26_3", "--only", "pairwise_3")
+    trials = json.loads(printed("plan", SMALL_GRID, "--seeds", "2", *only, "--json"))
     expected = [(row, seed) for row in ("pairwise_3", "resnet26_3") for seed in (0, 1)]  # the cheapest first
     assert [(trial["row"], trial["seed"]) for trial in trials] == expected
     assert len({trial["key"] for trial in trials}) == 4
@@ -97,15 +93,15 @@ def test_shells_complete_commands() -> None:
     assert done.stdout == "plain,delete\n"
 
 
-def test_report_and_runs_of_an_empty_store(run_san: San, printed: Printed, tmp_path: Path) -> None:
+def test_report_and_runs_of_an_empty_store(run_san: San, printed: Printed, rejected: Rejected, tmp_path: Path) -> None:
     out = printed("report", SMALL_GRID, "--json")
     assert [(line["id"], line["paper_top1"], line["top1"]) for line in json.loads(out)] == [
         ("pairwise_3", 75.3, None),
         ("resnet26_3", 76.0, None),
         ("patchwise_3", 77.4, None),
     ]
-    code, _, err = run_san("report", SMALL_GRID, "--runs", tmp_path / "my runs")
-    assert code == 2 and f"--runs '{tmp_path}/my runs'" in err  # in the suggested command
+    suggestion = rejected("report", SMALL_GRID, "--runs", tmp_path / "my runs")
+    assert f"--runs '{tmp_path}/my runs'" in suggestion
     assert run_san("runs") == (0, "", f"no runs in sqlite:///{tmp_path}/runs/mlflow.db\n")
 
 
@@ -115,8 +111,7 @@ def test_convert_round_trip(run_san: San, tmp_path: Path) -> None:
     fields = ("num_stages=2", "width_mult=0.5", "footprint=9")
     model = create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5)
     save_checkpoint(model, ours)
-    code, _, note = run_san("convert", ours, theirs, "--to", "released")
-    assert code == 0
+    _, _, note = run_san("convert", ours, theirs, "--to", "released")
     assert [field in note for field in ("name=san10_pairwise", *fields)] == [True] * 4
     written = torch.load(theirs, weights_only=True)["state_dict"]
     assert {"module.conv_in.weight", "module.layer1.0.sam.conv_w.2.weight"} <= written.keys()
@@ -132,88 +127,67 @@ def test_convert_round_trip(run_san: San, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["ours.pth", "theirs.pth"]
 
 
-def saved(save: Callable[[BaseModel, Path], None], path: Path) -> str:
-    save(create_model("san10_pairwise", 3), path)
-    return str(path)
-
-
-def text_file(tmp_path: Path) -> str:
-    (tmp_path / "a.txt").write_text("a text")
-    return str(tmp_path / "a.txt")
-
-
-def images_without_dogs(root: Path) -> str:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, the weights of a model in both formats, and a folder of images in which a class has none."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "a.txt").write_text("a text")
+    model = create_model("san10_pairwise", 3)
+    save_checkpoint(model, folder / "own.pth")
+    save_released_checkpoint(model, folder / "released.pth")
     for split in ("train", "val"):
-        (root / split / "dog").mkdir(parents=True)
-        (root / split / "cat").mkdir()
-        (root / split / "cat" / "1.jpg").write_bytes(b"never decoded here")
-    return f"data.root={root}"
+        for name in ("cat", "dog"):
+            (folder / "images" / split / name).mkdir(parents=True)
+        (folder / "images" / split / "cat" / "1.jpg").write_bytes(b"never decoded here")
+    return folder
 
 
-GRID = str(SMALL_GRID)
 # Errors of other parts are tested next to the functions that raise them; here, that commands print them and write nothing.
-MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
-    "name as a field of a released file": (
-        lambda tmp: ["convert", saved(save_released_checkpoint, tmp / "a.pth"), str(tmp / "out.pth"), "name=san10_pairwise"],
-        ["`name`", "--name"],
-    ),
-    "fields for a checkpoint that stores its model": (
-        lambda tmp: ["convert", saved(save_checkpoint, tmp / "a.pth"), "out.pth", "footprint=9", "--name", "san10_pairwise"],
-        ["a.pth", "--name, footprint=9"],
-    ),
-    "weights in an unknown format": (lambda tmp: ["convert", text_file(tmp), str(tmp / "ours.pth")], ["a.txt"]),
-    "target in a bucket": (lambda tmp: ["convert", "a.pth", "s3://bucket/model.pth"], ["s3://...", "local"]),
-    "checkpoint on a web server": (lambda tmp: ["evaluate", "http://me:secret@host/model.pth"], ["http://...", "MLflow run"]),
-    "empty name of a checkpoint": (lambda tmp: ["attention", "", "3"], ["''"]),
-    "a file name that is too long": (lambda tmp: ["attention", 300 * "x", "3"], ["File name too long"]),
-    "pattern without a match": (lambda tmp: ["models", "zzz"], ["'zzz'"]),
-    "mistyped name of a grid": (lambda tmp: ["plan", "footprnt"], ["footprnt", "did you mean footprint?"]),
-    "unknown row": (lambda tmp: ["plan", GRID, "--only", "resnet26"], ["--only resnet26", "did you mean resnet26_3?"]),
-    "empty class folders": (
-        lambda tmp: ["run", GRID, "data.source=folder", images_without_dogs(tmp / "images")],
-        ["dog"],
-    ),
-    "more workers than CPUs": (
-        lambda tmp: ["run", GRID, "resources.workers=20"],
-        ["20 workers", "resources.workers=2 recipe.grad_accum_steps=10"],
-    ),
-    "more workers than images in a batch": (lambda tmp: ["run", GRID, "resources.workers=2", "recipe.batch_size=1"], ["batch"]),
-    "runs in a file": (lambda tmp: ["plan", GRID, "--runs", text_file(tmp)], ["a.txt", "--runs"]),
-    "mistyped command": (lambda tmp: ["pln", GRID], ["Did you mean 'plan'?"]),
-    "data in a read-only folder": (lambda tmp: ["run", GRID, "data.root=/proc/x"], ["/proc/x", "data.root"]),
-    "digits in a file": (lambda tmp: ["data", "prepare", "digits", text_file(tmp) + "/x"], ["a.txt/x"]),
-    "embedded digits from elsewhere": (lambda tmp: ["data", "prepare", "digits", "--from", text_file(tmp)], ["--from"]),
-    "complexity of a model and a grid": (lambda tmp: ["complexity", "resnet26", "--grid", GRID], ["'resnet26'", "--grid"]),
-    "complexity of an unknown model": (lambda tmp: ["complexity", "san10_pairwize"], ["did you mean 'san10_pairwise'?"]),
-    "complexity with unknown fields": (
-        lambda tmp: ["complexity", "resnet26", "footprnt=5", "relation=dot"],
-        ["resnet26: footprnt", "`footprint`", "resnet26: relation"],
-    ),
-    "complexity of two models": (lambda tmp: ["complexity", "san10_pairwise", "name=resnet26"], ["name=resnet26"]),
-    "complexity of small images": (lambda tmp: ["complexity", "--grid", GRID, "--size", "20"], ["pairwise_3", "20 x 20"]),
-    "empty folder of runs": (lambda tmp: ["runs", "--runs", ""], ["--runs: empty"]),
-    "empty address of a job server": (lambda tmp: ["submit", GRID, "--address", ""], ["--address: empty"]),
-    "address without a cluster": (lambda tmp: ["run", GRID, "--address", "127.0.0.1:9"], ["'127.0.0.1:9'"]),
-    "pages of an empty store": (lambda tmp: ["ui"], ["no runs yet"]),
-    "two output formats": (lambda tmp: ["report", GRID, "--json", "--format", "csv"], ["--json", "--format csv"]),
-    "two output formats for trials": (lambda tmp: ["report", GRID, "--json", "--csv", "-"], ["`--json` and `--csv -`"]),
-    "following as JSON": (lambda tmp: ["runs", "--json", "--follow"], ["--json", "--follow"]),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_rejects(mistake: str, rejected: Rejected, tmp_path: Path) -> None:
-    arguments, words = MISTAKES[mistake]
-    message = rejected(*arguments(tmp_path))
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("convert {files}/released.pth {files}/new.pth name=san10_pairwise", ["`name`", "--name"]),
+        ("convert {files}/own.pth {files}/new.pth footprint=9 --name san10_pairwise", ["own.pth", "--name, footprint=9"]),
+        ("convert {files}/a.txt {files}/new.pth", ["a.txt"]),
+        ("convert a.pth s3://bucket/model.pth", ["s3://...", "local"]),
+        ("evaluate http://me:secret@host/model.pth", ["http://...", "MLflow run"]),
+        ("attention '' 3", ["''"]),
+        (f"attention {300 * 'x'} 3", ["File name too long"]),
+        ("models zzz", ["'zzz'"]),
+        ("plan footprnt", ["footprnt", "did you mean footprint?"]),
+        ("plan {grid} --only resnet26", ["--only resnet26", "did you mean resnet26_3?"]),
+        ("run {grid} data.source=folder data.root={files}/images", ["dog"]),
+        ("run {grid} resources.workers=20", ["20 workers", "resources.workers=2 recipe.grad_accum_steps=10"]),
+        ("run {grid} resources.workers=2 recipe.batch_size=1", ["batch"]),
+        ("plan {grid} --runs {files}/a.txt", ["a.txt", "--runs"]),
+        ("pln {grid}", ["Did you mean 'plan'?"]),
+        ("run {grid} data.root=/proc/x", ["/proc/x", "data.root"]),
+        ("data prepare digits {files}/a.txt/x", ["a.txt/x"]),
+        ("data prepare digits --from {files}/a.txt", ["--from"]),
+        ("complexity resnet26 --grid {grid}", ["'resnet26'", "--grid"]),
+        ("complexity san10_pairwize", ["did you mean 'san10_pairwise'?"]),
+        ("complexity resnet26 footprnt=5 relation=dot", ["resnet26: footprnt", "`footprint`", "resnet26: relation"]),
+        ("complexity san10_pairwise name=resnet26", ["name=resnet26"]),
+        ("complexity --grid {grid} --size 20", ["pairwise_3", "20 x 20"]),
+        ("runs --runs ''", ["--runs: empty"]),
+        ("submit {grid} --address ''", ["--address: empty"]),
+        ("run {grid} --address 127.0.0.1:9", ["'127.0.0.1:9'"]),
+        ("ui", ["no runs yet"]),
+        ("report {grid} --json --format csv", ["--json", "--format csv"]),
+        ("report {grid} --json --csv -", ["`--json` and `--csv -`"]),
+        ("runs --json --follow", ["--json", "--follow"]),
+    ],
+)
+def test_rejects(command: str, words: list[str], files: Path, rejected: Rejected, tmp_path: Path) -> None:
+    message = rejected(*shlex.split(command.format(files=files, grid=SMALL_GRID)))
     assert all(word in message for word in words), message
     assert "secret" not in message
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs").exists() and not (files / "new.pth").exists()
 
 
 def test_empty_variables_are_ignored(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "")
-    out = printed("plan", GRID)
-    assert "\nthis machine has " in out
+    assert "\nthis machine has " in printed("plan", SMALL_GRID)
     monkeypatch.setenv("SAN_RUNS", "")
     assert default_runs() == str(PROJECT_DIR / "runs")
 

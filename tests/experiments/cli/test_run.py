@@ -177,18 +177,18 @@ def test_plan_shows_sizes_and_names_rows_of_another_size(open_text: OpenGrid) ->
     assert any(line.endswith("in parameters or FLOPs: wide") for line in plan_in_words(grid_run, planned, None)[0])
 
 
-def means(num_classes: int, in_channels: int = 3) -> nn.Module:
+def brightest(num_classes: int, in_channels: int = 3) -> nn.Module:
     """A model without an operation that the paper's convention counts."""
-    means = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.PReLU())
-    return means.append(nn.ConstantPad1d((0, num_classes - in_channels), 0.0))
+    pad = nn.ConstantPad1d((0, num_classes - in_channels), 0.0)
+    return nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.PReLU(), pad)
 
 
 def test_plan_of_a_model_whose_operations_are_not_counted(open_text: OpenGrid) -> None:
     with patch.dict(VARIANTS):
-        san.register_model("means")(means)
-        grid_run = open_text("{question: q, rows: [{id: means, model: {name: means}}, {id: ours, model: {name: resnet26}}]}")
+        san.register_model("brightest")(brightest)
+        grid_run = open_text("{question: q, rows: [{id: a, model: {name: brightest}}, {id: ours, model: {name: resnet26}}]}")
         planned = plan(grid_run)
-        assert {trial.row: trial.flops == 0 for trial in planned} == {"means": True, "ours": False}
+        assert {trial.row: trial.flops == 0 for trial in planned} == {"a": True, "ours": False}
         assert plan_in_words(grid_run, planned, None)[1]
 
 
@@ -249,43 +249,31 @@ def test_trial_that_another_command_trains_is_skipped(
     assert trained == ["first/other", "first/plain"]
 
 
-@pytest.mark.parametrize("available", [True, False])
-def test_reports_results_that_mlflow_did_not_accept(
-    available: bool,
-    open_text: OpenGrid,
-    trained: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize("is_back", [True, False])
+def test_reports_failed_trials_and_results_that_mlflow_did_not_accept(
+    is_back: bool, open_text: OpenGrid, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """MLflow was unavailable when a trial ended, and is available again, or still not, when the grid ends."""
+    """MLflow was away when the other trial ended, and is back, or still away, when the grid ends."""
     grid_run = open_text(EQUAL_ROWS)
 
     def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
-        if not available:
+        if not is_back:
             (grid_run.workspace.runs / "mlflow.db").write_bytes(b"not a database" * 100)
-        return {key: Outcome(key) for key in trials}
+        failed, unsent = trials
+        return {failed: Outcome(failed, "it broke"), unsent: Outcome(unsent)}
 
     monkeypatch.setattr("cluster.sweep.sweep", sweep)
     monkeypatch.setattr(retry, "OUTAGE_TIMEOUT", 0.1)
     monkeypatch.setattr(retry, "PAUSE", 0.01)
-    if available:
+    if is_back:
         assert not run(grid_run, None)
-        assert "other, plain: trained, but MLflow" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert "trained 1 of 2 trials in " in err and "; failed: other\n" in err
+        assert "\nplain: trained, but MLflow" in err
     else:
         with pytest.raises(TrackerError, match=r"MLflow at .*\ntrained trials are kept"):
             run(grid_run, None)
-
-
-def test_failed_trials_are_not_counted_as_trained(
-    open_text: OpenGrid, trained: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
-        first, *others = trials
-        return {first: Outcome(first, "it broke"), **{key: Outcome(key) for key in others}}
-
-    monkeypatch.setattr("cluster.sweep.sweep", sweep)
-    assert not run(open_text(EQUAL_ROWS), None)
-    assert "trained 1 of 2 trials in " in capsys.readouterr().err
 
 
 def test_study_trains_every_trial_once_and_writes_its_page(
@@ -308,11 +296,10 @@ def test_study_trains_every_trial_once_and_writes_its_page(
     assert len(trained) == count and page.read_text() == before
 
 
-@pytest.mark.parametrize("where", ["folder", "a/file/page.md"])
+@pytest.mark.parametrize("where", ["folder", "file/page.md"])
 def test_study_checks_its_page_before_training(where: str, trained: list[str], tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "file").touch()
+    (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write"):
         study("digits", 2, tmp_path / "runs", None, tmp_path / where, tmp_path / "kept.csv")
     assert not trained

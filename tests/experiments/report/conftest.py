@@ -127,11 +127,15 @@ def save_untrained(grid_run: GridRun, trial: Trial) -> Path:
     return path
 
 
-def tabled(grid_run: GridRun, tops: dict[str, float]) -> list[TableRow]:
-    """The table of a grid run whose named rows are finished with this top-1."""
-    results = {
+def finished(grid_run: GridRun, tops: dict[str, float]) -> dict[str, Result]:
+    """Results of a grid run whose named rows are finished with this top-1."""
+    return {
         trial.key: Result("run", True, {"val/top1": tops[trial.row], "val/top5": 99.0})
         for trial in grid_run.trials
         if trial.row in tops
     }
-    return table_rows(grid_run, results)
+
+
+def tabled(grid_run: GridRun, tops: dict[str, float]) -> list[TableRow]:
+    """The table of such a grid run."""
+    return table_rows(grid_run, finished(grid_run, tops))

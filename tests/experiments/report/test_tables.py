@@ -13,7 +13,6 @@ import san
 from experiments.report.data import TableRow, table_rows
 from experiments.report.tables import Table, csv_text, grid_table
 from experiments.runner.grid_run import open_grid_run
-from experiments.tracking import Result
 from tests.experiments.conftest import OpenGrid, WriteGrid
 from tests.experiments.report.conftest import tabled
 
@@ -36,7 +35,7 @@ SWEEP = """
 
 def test_swept_values_are_columns_and_the_x_axis(write_grid: WriteGrid, tmp_path: Path) -> None:
     grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
-    lines = table_rows(grid_run, {grid_run.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})})
+    lines = tabled(grid_run, {"footprint3-lr0.1": 97.25})
     heading, _, first, *_ = grid_table(lines).text().splitlines()
     assert heading.split()[:3] == ["row", "footprint", "lr"]
     assert first.split()[:3] == ["footprint3-lr0.1", "3", "0.1"]
@@ -57,10 +56,9 @@ def test_grid_without_a_table_counts_the_trained_models(write_grid: WriteGrid, t
 
 def test_top5_is_left_out_for_five_classes(write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
-    results = {grid_run.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})}
     for classes, is_shown in ((5, False), (6, True)):
         monkeypatch.setattr("experiments.report.data.class_count", lambda trial, classes=classes: classes)
-        assert ("top-5 ours" in grid_table(table_rows(grid_run, results)).text()) == is_shown
+        assert ("top-5 ours" in grid_table(tabled(grid_run, {"footprint3-lr0.1": 97.25})).text()) == is_shown
 
 
 ROWS = [("row_a", "top-1, %"), (r"50 % & $x$ {#1} \a ~ ^", "97.2 ± 0.4")]

@@ -54,29 +54,23 @@ def test_needs_a_tracking_server(bucket: S3Store, monkeypatch: pytest.MonkeyPatc
         open_workspace(bucket.address)
 
 
+@pytest.mark.usefixtures("bucket")
 @pytest.mark.parametrize(
-    ("bucket_name", "is_running", "is_allowed", "message"),
+    ("fault", "message"),
     [
-        ("nobodys", True, True, "no such bucket"),
-        ("runs", False, True, "the store does not answer"),
-        ("runs", True, False, "rejected the credentials; check AWS_ACCESS_KEY"),
+        ("missing", "no such bucket"),
+        ("away", "the store does not answer"),
+        ("locked", "rejected the credentials; check AWS_ACCESS_KEY"),
     ],
 )
 def test_rejects_an_unusable_bucket_before_anything_starts(
-    bucket_name: str,
-    is_running: bool,
-    is_allowed: bool,
-    message: str,
-    server: ObjectStore,
-    bucket: S3Store,
-    monkeypatch: pytest.MonkeyPatch,
-    rejected: Rejected,
+    fault: str, message: str, server: ObjectStore, monkeypatch: pytest.MonkeyPatch, rejected: Rejected
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    address = server.uri("prefix", bucket_name)
-    if not is_running:
+    address = server.uri("prefix", "nobodys" if fault == "missing" else "runs")
+    if fault == "away":
         address = address.replace(f":{server.port}", f":{free_port()}")
-    server.refuse(not is_allowed)
+    server.refuse(fault == "locked")
     try:
         found = rejected("run", SMALL_GRID, "--runs", address)
     finally:
