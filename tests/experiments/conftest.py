@@ -19,9 +19,11 @@ from cluster.supervision import OnLost
 from cluster.sweep import Observer, Outcome
 from experiments.cli import main
 from experiments.grids.config import DataConfig
+from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
+from experiments.tracking import Result
 from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import join_process_group
@@ -200,7 +202,12 @@ class Trained:
     """A trial of two epochs, validated on 120 images of val-split."""
 
     grid_run: GridRun
+    trial: Trial
     folder: Path
+
+    @property
+    def result(self) -> Result:
+        return self.grid_run.tracker.results()[self.trial.key]
 
     @property
     def best(self) -> Checkpoint:
@@ -218,4 +225,4 @@ def trained(tmp_path_factory: pytest.TempPathFactory, empty_database: Path, proc
     grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
     trial = grid_run.trials[0]
     run_trial(grid_run.workspace, trial, lambda metrics: None)
-    return Trained(grid_run, grid_run.workspace.checkpoints(trial))
+    return Trained(grid_run, trial, grid_run.workspace.checkpoints(trial))

@@ -43,13 +43,22 @@ def runs_of(grid_run: GridRun, role: str = "trial") -> list[Run]:
     return list(client.search_runs([experiment.experiment_id], f"tags.`san.role` = '{role}'"))
 
 
+def logged_epochs(grid_run: GridRun) -> dict[tuple[str, str, str], list[int]]:
+    """The epochs of each trial's run in MLflow, in the order in which they were logged, by row, run ID and status."""
+    client, epochs = grid_run.tracker.client, {}
+    for run in runs_of(grid_run):
+        history = client.get_metric_history(run.info.run_id, "val/top1")
+        epochs[run.data.tags["san.row"], run.info.run_id, run.info.status] = [metric.step for metric in history]
+    return epochs
+
+
 def silent(metrics: Mapping[str, float]) -> None:
     """Ignores reports."""
 
 
-def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, key: str = "abc") -> Checkpoint:
+def of_step(epoch: int, step: int = 0, value: float = 0.0, key: str = "abc") -> Checkpoint:
     """A checkpoint of two workers; top-1 decreases with each epoch."""
-    history = tuple(replace(EPOCH, epoch=number, top1=top1 - number) for number in range(epoch))
+    history = tuple(replace(EPOCH, epoch=number, top1=50.0 - number) for number in range(epoch))
     engine = {"model": {"w": torch.full((1000,), value)}, "workers": [{"buffers": {}}, {"buffers": {}}]}
     return Checkpoint(key, ORIGIN, history, RunningEpoch(epoch, 0.1, step, 1.5), engine)
 

@@ -11,7 +11,7 @@ from experiments.runner.grid_run import GridRun, open_grid_run
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
 from tests.docs.test_guides import blocks
 from tests.experiments.drivers import Driver, wait_until
-from tests.experiments.samples import runs_of
+from tests.experiments.samples import logged_epochs
 from tests.faults.witness import Step, steps_of
 
 CHECK_EVERY = 5
@@ -86,10 +86,10 @@ def test_lost_node_costs_at_most_one_checkpoint_interval(grid: Path, tmp_path: P
 
 def _assert_complete(grid_run: GridRun) -> None:
     """Checks that every trial is finished, and that MLflow has one run for it, with each epoch once."""
-    results, client = grid_run.tracker.results(), grid_run.tracker.client
+    results = grid_run.tracker.results()
     assert [results[trial.key].finished for trial in grid_run.trials] == [True] * len(grid_run.trials)
-    histories = [client.get_metric_history(run.info.run_id, "val/top1") for run in runs_of(grid_run)]
-    assert [sorted(metric.step for metric in history) for history in histories] == [list(range(EPOCHS))] * len(grid_run.trials)
+    epochs = [sorted(steps) for steps in logged_epochs(grid_run).values()]
+    assert epochs == [list(range(EPOCHS))] * len(grid_run.trials)
 
 
 def test_trial_of_a_node_without_a_network_goes_on_elsewhere(grid: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from experiments.cli.report import print_report
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.config import PROJECT_DIR
+from experiments.grids.expand import GRIDS_DIR
 from experiments.report.build import note
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.plan import plan, plan_in_words
@@ -73,7 +73,7 @@ def test_prints_the_table_if_its_folder_cannot_be_written(finished_job: OpenGrid
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_mlflow_description_has_all_conditions_and_rows_and_links_to_other_grids(name: Any, tmp_path: Path) -> None:
     """For the grids of the paper, with two seeds; another grid has trained one of them."""
-    grid_run = open_grid_run(PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
+    grid_run = open_grid_run(GRIDS_DIR / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
     protocol = PROTOCOLS[name]
     names = [metric for one in protocol.conditions for metric in one.metrics(dict.fromkeys(one.numbers, 0.0))]
     metrics = [dict.fromkeys([*names, "val/top1", "val/top5"], top1) for top1 in (40.0, 49.0)]

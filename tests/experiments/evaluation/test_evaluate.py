@@ -42,16 +42,12 @@ def test_checkpoint_gives_the_accuracy_of_its_validation(epoch: int, trained: Tr
     assert found.own_images
 
 
-def run_of(trained: Trained) -> str:
-    return trained.grid_run.tracker.results()[trained.grid_run.trials[0].key].run_id
-
-
 def test_every_name_of_a_trial_gives_its_best_epoch(trained: Trained, run_san: San, printed: Printed) -> None:
-    metrics = trained.grid_run.tracker.results()[trained.grid_run.trials[0].key].metrics
+    metrics = trained.result.metrics
     best = (metrics["summary/best_top1"], metrics["summary/best_top5"], metrics["summary/best_epoch"])
     trained.grid_run.tracker.client.set_registered_model_alias(MODEL, "champion", "1")
     models = f"models:/{MODEL}/1", f"models:/{MODEL}@champion"
-    for name in (str(trained.folder), trained.grid_run.trials[0].key, run_of(trained), *models):
+    for name in (str(trained.folder), trained.trial.key, trained.result.run_id, *models):
         found = json.loads(printed("evaluate", name, "--runs", trained.grid_run.workspace.runs, "--json"))
         assert (found["top1"], found["top5"], found["epoch"]) == best
     _, out, err = run_san("evaluate", trained.folder)
@@ -65,7 +61,7 @@ def test_converted_checkpoint_gives_the_same_accuracy(
 ) -> None:
     file = tmp_path / "weights.pt"
     options = ("--to", form, "--runs", trained.grid_run.workspace.runs)
-    _, out, _ = run_san("convert", trained.grid_run.trials[0].key, file, *options)
+    _, out, _ = run_san("convert", trained.trial.key, file, *options)
     assert out.startswith(f"{file}: san10_pairwise ")
     found = evaluated(file, *HELD_OUT, *model, profile="digits")
     assert measured(found) == measured(evaluated(trained.folder))
@@ -194,10 +190,10 @@ def test_rejects_runs_whose_checkpoints_are_elsewhere(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejected: Rejected
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.grid_run.workspace.tracking_uri)
-    for name in (run_of(trained), f"models:/{MODEL}/1"):
+    for name in (trained.result.run_id, f"models:/{MODEL}/1"):
         message = rejected("evaluate", name, "--runs", tmp_path)
         assert message.startswith(f"san: {name}: ")
-        assert trained.grid_run.trials[0].key in message and str(tmp_path) in message
+        assert trained.trial.key in message and str(tmp_path) in message
 
 
 def test_existing_file_takes_precedence_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

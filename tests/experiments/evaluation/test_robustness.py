@@ -18,7 +18,6 @@ from experiments.evaluation.evaluate import LoadedModel, open_images
 from experiments.evaluation.protocol import Condition, measured
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.evaluation.rotation import Rotation
-from experiments.grids.config import PROJECT_DIR
 from experiments.grids.grid import Trial
 from experiments.report.build import measurements_of
 from experiments.runner import execute
@@ -30,8 +29,6 @@ from pipelines.transform import MANIPULATIONS
 from tests.experiments.conftest import Printed, Rejected, Trained, TrainTrial, WriteGrid
 from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
 from tests.experiments.samples import runs_of
-
-GRIDS = PROJECT_DIR / "experiments" / "grids"
 
 
 @pytest.mark.parametrize("measure", [Rotation("rotate90"), Rotation("none"), *ATTACKS], ids=str)
@@ -52,7 +49,7 @@ def test_rotation_measures_accuracy_on_rotated_images(manipulation: str, trained
 
 
 def test_undisturbed_accuracy_equals_validation(trained: Trained) -> None:
-    metrics = trained.grid_run.tracker.results()[trained.grid_run.trials[0].key].metrics
+    metrics = trained.result.metrics
     for protocol in PROTOCOLS.values():
         numbers = protocol.conditions[0].measure(opened(trained), open_images(opened(trained)), 64, lambda: None)
         assert (numbers["top1"], numbers["top5"]) == (metrics["val/top1"], metrics["val/top5"])
@@ -175,7 +172,7 @@ def test_grid_measures_only_missing_conditions(
 
 def test_missing_checkpoint_is_an_error_without_a_retry(grid_run: GridRun, trained: Trained, tmp_path: Path) -> None:
     workspace = Workspace(LocalStore(tmp_path), trained.grid_run.workspace.tracking_uri)
-    task = MeasureTask(workspace, trained.grid_run.trials[0], "run", PROTOCOLS["rotation"].conditions[:1])
+    task = MeasureTask(workspace, trained.trial, "run", PROTOCOLS["rotation"].conditions[:1])
     with pytest.raises(san.CheckpointError, match=r"epoch-0002-step-0000000.pt: cannot read this file"):
         measure_trial(task, lambda metrics: None)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.config import PROJECT_DIR
+from experiments.grids.expand import GRIDS_DIR
 from experiments.paper.tables import paper_numbers
 from experiments.report import interval
 from experiments.report.data import grid_measurements, measurements, table_rows
@@ -113,9 +113,7 @@ def test_model_too_large_for_the_images_of_the_paper_has_no_counts(write_grid: W
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_table_of_the_paper_has_every_number_and_row(name: Any, tmp_path: Path) -> None:
-    grid_run = open_grid_run(
-        PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path
-    )
+    grid_run = open_grid_run(GRIDS_DIR / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path)
     assert grid_run.grid.robustness == grid_run.grid.table == name
     columns = [f"{c.name}_{number}" for c in PROTOCOLS[name].conditions for number in c.numbers]
     paper = paper_numbers(name)

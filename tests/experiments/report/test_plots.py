@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from experiments.grids.expand import GRIDS_DIR
 from experiments.report.charts import save_plot, short_names
 from experiments.report.plots import LETTER, LINE, WIDTH, Chart, Point, Series, svg
 from experiments.runner.grid_run import open_grid_run
 from tests.experiments.conftest import OpenGrid
-from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
 
 
@@ -52,8 +52,7 @@ def test_draws_ours_next_to_the_paper(
 def test_plot_grows_with_the_number_of_rows(tmp_path: Path) -> None:
     heights = {}
     for name in ("position", "footprint"):
-        (grid,) = (path for path in GRIDS if path.stem == name)
-        grid_run = open_grid_run(grid, "digits", (), tmp_path)
+        grid_run = open_grid_run(GRIDS_DIR / f"{name}.yaml", "digits", (), tmp_path)
         lines = tabled(grid_run, {trial.row: 90.0 for trial in grid_run.trials})
         save_plot(None, grid_run.trials, lines, "Title", tmp_path / f"{name}.png")
         heights[len(lines)] = Image.open(tmp_path / f"{name}.png").height
