@@ -123,7 +123,7 @@ assert "torch._dynamo" not in sys.modules  # the compiler takes a second to impo
 @pytest.mark.parametrize(
     "command, without",
     [
-        (["--help"], {"torch", "ray", "mlflow", "deepspeed", "nvidia", "matplotlib"}),
+        (["--help"], {"torch", "ray", "mlflow", "deepspeed", "nvidia", "matplotlib", "pandas", "yaml"}),
         (["plan", "tests/experiments/small.yaml"], {"ray.tune", "ray.train", "mlflow", "deepspeed", "nvidia", "matplotlib"}),
     ],
     ids=["help", "plan"],

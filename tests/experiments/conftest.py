@@ -1,7 +1,5 @@
 """Shared fixtures: the `san` command, small grids, an MLflow database, a process group and a trained trial."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sys
@@ -21,9 +19,11 @@ from cluster.supervision import OnLost
 from cluster.sweep import Observer, Outcome
 from experiments.cli import main
 from experiments.grids.config import DataConfig
+from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
+from experiments.tracking import Result
 from experiments.tracking.tracker import Tracker
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import join_process_group
@@ -32,6 +32,12 @@ from experiments.training.trainer import run_trial
 HELD_OUT = ("data.split=val-split", "data.val_split_per_class=12", "recipe.batch_size=64")
 SMALL_GRID = Path(__file__).parent / "small.yaml"
 San = Callable[..., tuple[int, str, str]]
+Printed = Callable[..., str]
+Rejected = Callable[..., str]
+OpenGrid = Callable[..., GridRun]
+WriteGrid = Callable[..., Path]
+Place = Callable[[str], Workspace]
+TrainTrial = Callable[[Any, Any, Any], None]
 
 
 def captured_san(
@@ -51,12 +57,36 @@ def captured_san(
 
 @pytest.fixture
 def run_san(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> San:
-    """Runs `san` in this process; returns the exit code, the output and the errors."""
+    """As `captured_san`."""
     return functools.partial(captured_san, monkeypatch, capsys)
 
 
 @pytest.fixture
-def write_grid(tmp_path: Path) -> Callable[[str], Path]:
+def printed(run_san: San) -> Printed:
+    """Runs `san` without an error; returns the output."""
+
+    def run(*arguments: object) -> str:
+        code, out, err = run_san(*arguments)
+        assert code == 0, err
+        return out
+
+    return run
+
+
+@pytest.fixture
+def rejected(run_san: San) -> Rejected:
+    """Runs `san` with a mistake of the user; returns the message, after which nothing else was printed."""
+
+    def run(*arguments: object) -> str:
+        code, out, err = run_san(*arguments)
+        assert (code, out) == (2, "")
+        return err
+
+    return run
+
+
+@pytest.fixture
+def write_grid(tmp_path: Path) -> WriteGrid:
     """Writes a grid's text to a file."""
 
     def write(text: str, name: str = "small.yaml") -> Path:
@@ -65,11 +95,6 @@ def write_grid(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write
-
-
-@pytest.fixture
-def small_grid() -> Path:
-    return SMALL_GRID
 
 
 @pytest.fixture(scope="session")
@@ -88,9 +113,6 @@ def runs(tmp_path: Path, empty_database: Path) -> Path:
     folder.mkdir()
     shutil.copy(empty_database, folder / "mlflow.db")
     return folder
-
-
-TrainTrial = Callable[[Any, Any, Any], None]
 
 
 @pytest.fixture
@@ -116,11 +138,11 @@ def replace_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainTrial], N
 
 
 @pytest.fixture
-def open_small_grid(small_grid: Path, runs: Path) -> Callable[..., GridRun]:
+def open_small_grid(runs: Path) -> OpenGrid:
     """Opens a grid run on the small grid with a prepared tracker."""
 
     def open_it(*overrides: str) -> GridRun:
-        grid_run = open_grid_run(small_grid, "digits", overrides, runs)
+        grid_run = open_grid_run(SMALL_GRID, "digits", overrides, runs)
         grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
         return grid_run
 
@@ -128,7 +150,7 @@ def open_small_grid(small_grid: Path, runs: Path) -> Callable[..., GridRun]:
 
 
 @pytest.fixture
-def place(open_small_grid: Callable[..., GridRun], tmp_path: Path) -> Callable[[str], Workspace]:
+def place(open_small_grid: OpenGrid, tmp_path: Path) -> Place:
     """A folder of runs with a tracker that knows the small grid."""
 
     def make(name: str) -> Workspace:
@@ -180,7 +202,12 @@ class Trained:
     """A trial of two epochs, validated on 120 images of val-split."""
 
     grid_run: GridRun
+    trial: Trial
     folder: Path
+
+    @property
+    def result(self) -> Result:
+        return self.grid_run.tracker.results()[self.trial.key]
 
     @property
     def best(self) -> Checkpoint:
@@ -198,4 +225,4 @@ def trained(tmp_path_factory: pytest.TempPathFactory, empty_database: Path, proc
     grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
     trial = grid_run.trials[0]
     run_trial(grid_run.workspace, trial, lambda metrics: None)
-    return Trained(grid_run, grid_run.workspace.checkpoints(trial))
+    return Trained(grid_run, trial, grid_run.workspace.checkpoints(trial))

@@ -1,15 +1,14 @@
 """Runs `san run` in a process that a test can kill."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 from experiments.grids.config import PROJECT_DIR
 
@@ -24,6 +23,14 @@ LEFT_OUT = (
 def clean_environment() -> dict[str, str]:
     """The environment without settings for Ray, MLflow or `san`: a local session in this process leaves some of Ray's."""
     return {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+
+
+def wait_until(happened: Callable[[], object], process: subprocess.Popen[Any], log: Path) -> None:
+    """Fails with the log if the process ends before that."""
+    limit = time.monotonic() + PATIENCE
+    while not happened():
+        assert process.poll() is None and time.monotonic() < limit, log.read_text()
+        time.sleep(0.05)
 
 
 class Driver:
@@ -44,17 +51,13 @@ class Driver:
     ) -> None:
         self.log = log or runs.with_suffix(f".{time.monotonic_ns()}.log")
         command = [sys.executable, "-m", module, "run", str(grid), *overrides, "--runs", uri or str(runs)]
+        variables = clean_environment() | environment
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(
-                command,
-                cwd=PROJECT_DIR,
-                env=clean_environment() | environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, cwd=PROJECT_DIR, env=variables, stdout=out, stderr=out, start_new_session=True
             )
 
-    def __enter__(self) -> Driver:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -66,12 +69,9 @@ class Driver:
     def said(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, pattern: str, seconds: float = PATIENCE) -> None:
-        limit = time.monotonic() + seconds
-        while not re.search(pattern, self.said):
-            assert self.process.poll() is None, f"ended before it printed {pattern!r}:\n{self.said}"
-            assert time.monotonic() < limit, f"did not print {pattern!r} in {seconds} s:\n{self.said}"
-            time.sleep(0.05)
+    def wait_for(self, pattern: str) -> None:
+        """Waits until the output matches."""
+        wait_until(lambda: re.search(pattern, self.said), self.process, self.log)
 
-    def finish(self, seconds: float = PATIENCE) -> int:
-        return self.process.wait(timeout=seconds)
+    def finish(self) -> int:
+        return self.process.wait(timeout=PATIENCE)

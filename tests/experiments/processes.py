@@ -1,12 +1,9 @@
 """Runs the workers of a trial in processes that a test can kill. A fork server imports their modules in advance."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from experiments.runs.workspace import Workspace
 from experiments.training.engine import Engine, _import_deepspeed
 from experiments.training.trainer import ShouldContinue, run_trial
 from tests.experiments.drivers import PATIENCE
+from tests.experiments.servers import free_port
 
 if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
     SERVER = multiprocessing.get_context("forkserver")
@@ -47,9 +45,7 @@ def start(
     should_continue: ShouldContinue | None = None,
 ) -> list[BaseProcess]:
     """Starts the workers of a trial and kills the last one. Each worker calls `body` before training."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     workers: list[BaseProcess] = []
     for rank in range(world):
         group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}

@@ -1,8 +1,9 @@
 """Small values for several tests: the metrics of an epoch, finished trials and checkpoints."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
+import resource
+import signal
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -18,15 +19,7 @@ from experiments.training.metrics import RunningEpoch
 from san import Complexity
 
 EPOCH = Epoch(
-    epoch=0,
-    lr=0.1,
-    train_loss=1.0,
-    images_per_second=2.0,
-    wait_share=0.5,
-    val_loss=1.0,
-    top1=50.0,
-    top5=100.0,
-    train_top1=25.0,
+    epoch=0, lr=0.1, train_loss=1.0, images_per_second=2.0, wait_share=0.5, val_loss=1.0, top1=50.0, top5=100.0, train_top1=25.0
 )
 ORIGIN = Origin("small", "digits", "pairwise_3", 0, {}, "abc-def", ("cat", "dog"))
 SHORT = ("recipe.epochs=2", "recipe.batch_size=50", "data.train_per_class=20")  # 4 steps an epoch
@@ -50,13 +43,22 @@ def runs_of(grid_run: GridRun, role: str = "trial") -> list[Run]:
     return list(client.search_runs([experiment.experiment_id], f"tags.`san.role` = '{role}'"))
 
 
+def logged_epochs(grid_run: GridRun) -> dict[tuple[str, str, str], list[int]]:
+    """The epochs of each trial's run in MLflow, in the order in which they were logged, by row, run ID and status."""
+    client, epochs = grid_run.tracker.client, {}
+    for run in runs_of(grid_run):
+        history = client.get_metric_history(run.info.run_id, "val/top1")
+        epochs[run.data.tags["san.row"], run.info.run_id, run.info.status] = [metric.step for metric in history]
+    return epochs
+
+
 def silent(metrics: Mapping[str, float]) -> None:
     """Ignores reports."""
 
 
-def of_step(epoch: int, step: int = 0, value: float = 0.0, top1: float = 50.0, key: str = "abc") -> Checkpoint:
+def of_step(epoch: int, step: int = 0, value: float = 0.0, key: str = "abc") -> Checkpoint:
     """A checkpoint of two workers; top-1 decreases with each epoch."""
-    history = tuple(replace(EPOCH, epoch=number, top1=top1 - number) for number in range(epoch))
+    history = tuple(replace(EPOCH, epoch=number, top1=50.0 - number) for number in range(epoch))
     engine = {"model": {"w": torch.full((1000,), value)}, "workers": [{"buffers": {}}, {"buffers": {}}]}
     return Checkpoint(key, ORIGIN, history, RunningEpoch(epoch, 0.1, step, 1.5), engine)
 
@@ -72,6 +74,18 @@ def flip_a_bit(content: bytes) -> bytes:
     """Flips one bit in the weights of `of_step(..., value=1.0)`."""
     at = content.index(b"\x00\x00\x80\x3f" * 100) + 40
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Inside the block, no file can grow beyond 1000 bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def without_times(history: Iterable[Epoch]) -> list[tuple[float, ...]]:

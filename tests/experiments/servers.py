@@ -1,14 +1,11 @@
 """Servers for tests, in processes on this machine: MLflow and an object store."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +13,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.experiments.drivers import PATIENCE
+from tests.experiments.drivers import PATIENCE, wait_until
 
 LOOPBACK = "127.0.0.1"
 
@@ -25,6 +22,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
+
+
+def responds(address: str, method: str = "GET", data: bytes | None = None) -> bool:
+    request = urllib.request.Request(address, data, {"Content-Type": "text/plain"}, method=method)
+    try:
+        urllib.request.urlopen(request, timeout=PATIENCE).close()
+    except OSError:
+        return False
+    return True
 
 
 class Server:
@@ -40,10 +46,6 @@ class Server:
         self.environment.pop("MLFLOW_TRACKING_URI", None)
         self.process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def log(self) -> str:
-        return (self.folder / "server.log").read_text()
-
     def launch(self) -> None:
         """Starts the server; `wait` waits until it responds."""
         with open(self.folder / "server.log", "a") as log:
@@ -52,14 +54,8 @@ class Server:
             )
 
     def wait(self) -> None:
-        limit = time.monotonic() + PATIENCE
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.uri}/health", timeout=5).close()
-                return
-            except OSError:
-                assert self.process is not None and self.process.poll() is None and time.monotonic() < limit, self.log
-                time.sleep(0.2)
+        assert self.process is not None
+        wait_until(lambda: responds(f"{self.uri}/health"), self.process, self.folder / "server.log")
 
     def kill(self) -> None:
         """Kills all processes of the server."""
@@ -77,16 +73,13 @@ class ObjectStore:
     def __init__(self, log: Path) -> None:
         if importlib.util.find_spec("moto") is None:
             pytest.skip("moto, an S3 server, is missing: install requirements.txt")
-        self.log, self.port = log, free_port()
+        self.port = free_port()
         self.address = f"http://{LOOPBACK}:{self.port}"
         command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", str(self.port)]
         with open(log, "w") as out:
             self.process = subprocess.Popen(command, env={**os.environ, **self.KEYS}, stdout=out, stderr=out)
-        limit = time.monotonic() + PATIENCE
-        while not self._answers("moto-api/"):
-            assert self.process.poll() is None and time.monotonic() < limit, log.read_text()
-            time.sleep(0.05)
-        assert self._answers("runs", method="PUT")
+        wait_until(lambda: responds(f"{self.address}/moto-api/"), self.process, log)
+        assert responds(f"{self.address}/runs", "PUT")
 
     def uri(self, prefix: str, bucket: str = "runs") -> str:
         """Value for `--runs`."""
@@ -94,7 +87,7 @@ class ObjectStore:
 
     def refuse(self, wanted: bool = True) -> None:
         """Rejects all credentials from now on, or accepts all of them again."""
-        assert self._answers("moto-api/reset-auth", method="POST", data=b"0" if wanted else b"inf")
+        assert responds(f"{self.address}/moto-api/reset-auth", "POST", b"0" if wanted else b"inf")
 
     def stop(self) -> None:
         """Stops responding until `resume`."""
@@ -106,11 +99,3 @@ class ObjectStore:
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
-
-    def _answers(self, path: str, method: str = "GET", data: bytes | None = None) -> bool:
-        try:
-            request = urllib.request.Request(f"{self.address}/{path}", data, {"Content-Type": "text/plain"}, method=method)
-            urllib.request.urlopen(request, timeout=PATIENCE).close()
-        except OSError:
-            return False
-        return True

@@ -1,7 +1,5 @@
 """Whole trials and grids whose runs are stored in a bucket."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -9,7 +7,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from experiments.cli import main
 from experiments.runner.grid_run import open_grid_run
 from experiments.runs.bucket import S3Store
 from experiments.training.checkpoint import best_in
-from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.conftest import SMALL_GRID, WriteGrid
 from tests.experiments.processes import Kill, ended, start
 from tests.experiments.samples import ALWAYS, SHORT
 from tests.experiments.servers import ObjectStore
@@ -84,7 +82,7 @@ def test_killed_trial_resumes_on_another_node(
 @pytest.mark.slow
 def test_grid_runs_without_a_shared_folder(
     bucket: S3Store,
-    write_grid: Callable[[str], Path],
+    write_grid: WriteGrid,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

@@ -1,14 +1,12 @@
 """Commands of `san` that train nothing, and the error messages for invalid input."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -23,7 +21,7 @@ from experiments.paper.tables import paper_rows, table_names
 from experiments.runs.workspace import default_runs
 from san import create_model, list_models, load_checkpoint, save_checkpoint
 from san.models.released import save_released_checkpoint
-from tests.experiments.conftest import SMALL_GRID, San
+from tests.experiments.conftest import SMALL_GRID, Printed, Rejected, San
 
 
 @pytest.fixture(autouse=True)
@@ -32,22 +30,18 @@ def empty_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-def test_models_are_listed_with_their_fields(run_san: San) -> None:
-    code, out, _ = run_san("models", "san*_pairwise", "--json")
-    assert code == 0
+def test_models_are_listed_with_their_fields(printed: Printed) -> None:
+    out = printed("models", "san*_pairwise", "--json")
     assert [(model["name"], model["depths"][0], model["relation"]) for model in json.loads(out)] == [
         ("san10_pairwise", 2, "subtraction"),
         ("san15_pairwise", 3, "subtraction"),
         ("san19_pairwise", 3, "subtraction"),
     ]
-    _, out, _ = run_san("models", "resnet26")
-    assert out.split()[:2] == ["resnet26", "depths=[1,2,4,1]"]
+    assert printed("models", "resnet26").split()[:2] == ["resnet26", "depths=[1,2,4,1]"]
 
 
-def test_complexity_of_a_grid_as_json(run_san: San) -> None:
-    code, out, _ = run_san("complexity", "--grid", str(GRIDS_DIR / "relation.yaml"), "--json")
-    assert code == 0
-    rows = json.loads(out)
+def test_complexity_of_a_grid_as_json(printed: Printed) -> None:
+    rows = json.loads(printed("complexity", "--grid", GRIDS_DIR / "relation.yaml", "--json"))
     assert [row["id"] for row in rows] == list(paper_rows("relation"))
     by_id = {row["id"]: row for row in rows}
     assert by_id["pairwise_subtraction"]["flops_paper"] == 2_155_268_622
@@ -55,36 +49,29 @@ def test_complexity_of_a_grid_as_json(run_san: San) -> None:
     for row in rows:
         for count in ("params", "flops_paper", "flops_actual"):
             assert sum(stage[count] for stage in row["stages"]) == row[count], (row["id"], count)
-    _, out, _ = run_san("complexity", "--json")
-    assert [row["id"] for row in json.loads(out)] == list_models()
+    assert [row["id"] for row in json.loads(printed("complexity", "--json"))] == list_models()
 
 
-def test_complexity_as_text_shows_the_numbers_of_the_paper_for_its_image_size(run_san: San) -> None:
-    grid = str(GRIDS_DIR / "position.yaml")
-    _, out, _ = run_san("complexity", "--grid", grid)
+def test_complexity_as_text_shows_the_numbers_of_the_paper_for_its_image_size(printed: Printed) -> None:
+    grid = GRIDS_DIR / "position.yaml"
+    out = printed("complexity", "--grid", grid)
     assert out.splitlines()[-1].split()[:5] == ["pairwise_relative", "10.532", "10.5", "2.155", "2.2"]
-    _, out, _ = run_san("complexity", "--grid", grid, "--size", "256", "--stages")
+    out = printed("complexity", "--grid", grid, "--size", "256", "--stages")
     assert "printed" not in out
     assert len(out.splitlines()) == 2 + 3 * 8
-    _, out, _ = run_san("complexity", "san10_pairwise", "model.footprint=9")
+    out = printed("complexity", "san10_pairwise", "model.footprint=9")
     stages = ["stem", *(f"stage{i}" for i in range(1, 6)), "head"]
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["san10_pairwise", *stages]
     assert out.splitlines()[2].split()[1:3] == ["10.532", "2.533"]  # the paper's table "footprint": 10.5 and 2.5
 
 
-def test_plan_of_some_rows_and_seeds_as_json(run_san: San) -> None:
-    code, out, _ = run_san("plan", SMALL_GRID, "--seeds", "2", "--only", "resnet26_3", "--only", "pairwise_3", "--json")
-    assert code == 0
-    trials = json.loads(out)
+def test_plan_of_some_rows_and_seeds_as_json(printed: Printed) -> None:
+    only = ("--only", "resnet26_3", "--only", "pairwise_3")
+    trials = json.loads(printed("plan", SMALL_GRID, "--seeds", "2", *only, "--json"))
     expected = [(row, seed) for row in ("pairwise_3", "resnet26_3") for seed in (0, 1)]  # the cheapest first
     assert [(trial["row"], trial["seed"]) for trial in trials] == expected
     assert len({trial["key"] for trial in trials}) == 4
     assert not any(trial["finished"] for trial in trials)
-
-
-def test_grid_can_be_given_by_name(run_san: San) -> None:
-    code, out, err = run_san("plan", "footprint")
-    assert (code, "pairwise_3 " in out) == (0, True), err
 
 
 def test_plan_leaves_no_file_behind(tmp_path: Path) -> None:
@@ -106,16 +93,15 @@ def test_shells_complete_commands() -> None:
     assert done.stdout == "plain,delete\n"
 
 
-def test_report_and_runs_of_an_empty_store(run_san: San, tmp_path: Path) -> None:
-    code, out, _ = run_san("report", SMALL_GRID, "--json")
-    assert code == 0
+def test_report_and_runs_of_an_empty_store(run_san: San, printed: Printed, rejected: Rejected, tmp_path: Path) -> None:
+    out = printed("report", SMALL_GRID, "--json")
     assert [(line["id"], line["paper_top1"], line["top1"]) for line in json.loads(out)] == [
         ("pairwise_3", 75.3, None),
         ("resnet26_3", 76.0, None),
         ("patchwise_3", 77.4, None),
     ]
-    code, _, err = run_san("report", SMALL_GRID, "--runs", tmp_path / "my runs")
-    assert code == 2 and f"--runs '{tmp_path}/my runs'" in err  # in the suggested command
+    suggestion = rejected("report", SMALL_GRID, "--runs", tmp_path / "my runs")
+    assert f"--runs '{tmp_path}/my runs'" in suggestion
     assert run_san("runs") == (0, "", f"no runs in sqlite:///{tmp_path}/runs/mlflow.db\n")
 
 
@@ -125,8 +111,7 @@ def test_convert_round_trip(run_san: San, tmp_path: Path) -> None:
     fields = ("num_stages=2", "width_mult=0.5", "footprint=9")
     model = create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5)
     save_checkpoint(model, ours)
-    code, _, note = run_san("convert", ours, theirs, "--to", "released")
-    assert code == 0
+    _, _, note = run_san("convert", ours, theirs, "--to", "released")
     assert [field in note for field in ("name=san10_pairwise", *fields)] == [True] * 4
     written = torch.load(theirs, weights_only=True)["state_dict"]
     assert {"module.conv_in.weight", "module.layer1.0.sam.conv_w.2.weight"} <= written.keys()
@@ -142,122 +127,77 @@ def test_convert_round_trip(run_san: San, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["ours.pth", "theirs.pth"]
 
 
-def released_file(tmp_path: Path) -> str:
-    path = tmp_path / "released.pth"
-    save_released_checkpoint(create_model("san10_pairwise", 3), path)
-    return str(path)
-
-
-def own_file(tmp_path: Path) -> str:
-    path = tmp_path / "own.pth"
-    save_checkpoint(create_model("san10_pairwise", 3), path)
-    return str(path)
-
-
-def bad_grid(tmp_path: Path) -> str:
-    path = tmp_path / "bad.yaml"
-    path.write_text("question: q\nrows: [{id: a, model: {name: resnet26}, recipe: {epoch: 1}}]\n")
-    return str(path)
-
-
-def image_folder(root: Path, classes: tuple[str, ...], empty: tuple[str, ...] = ()) -> str:
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text, the weights of a model in both formats, and a folder of images in which a class has none."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "a.txt").write_text("a text")
+    model = create_model("san10_pairwise", 3)
+    save_checkpoint(model, folder / "own.pth")
+    save_released_checkpoint(model, folder / "released.pth")
     for split in ("train", "val"):
-        for name in classes:
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            if name not in empty:
-                (folder / "1.jpg").write_bytes(b"never decoded here")
-    return f"data.root={root}"
+        for name in ("cat", "dog"):
+            (folder / "images" / split / name).mkdir(parents=True)
+        (folder / "images" / split / "cat" / "1.jpg").write_bytes(b"never decoded here")
+    return folder
 
 
-GRID = str(SMALL_GRID)
 # Errors of other parts are tested next to the functions that raise them; here, that commands print them and write nothing.
-MISTAKES: dict[str, tuple[Callable[[Path], list[str]], list[str]]] = {
-    "name as a field of a released file": (
-        lambda tmp: ["convert", released_file(tmp), str(tmp / "out.pth"), "name=san10_pairwise"],
-        ["`name`", "--name"],
-    ),
-    "fields for a checkpoint that stores its model": (
-        lambda tmp: ["convert", own_file(tmp), str(tmp / "out.pth"), "footprint=9", "--name", "san10_pairwise"],
-        ["own.pth", "--name, footprint=9"],
-    ),
-    "weights in an unknown format": (lambda tmp: ["convert", bad_grid(tmp), str(tmp / "ours.pth")], ["bad.yaml"]),
-    "target in a bucket": (lambda tmp: ["convert", "a.pth", "s3://bucket/model.pth"], ["s3://...", "local"]),
-    "checkpoint on a web server": (lambda tmp: ["evaluate", "http://me:secret@host/model.pth"], ["http://...", "MLflow run"]),
-    "empty name of a checkpoint": (lambda tmp: ["attention", "", "3"], ["''"]),
-    "a file name that is too long": (lambda tmp: ["attention", 300 * "x", "3"], ["File name too long"]),
-    "pattern without a match": (lambda tmp: ["models", "zzz"], ["'zzz'"]),
-    "unknown key": (lambda tmp: ["run", bad_grid(tmp)], ["row a: recipe.epoch", "`recipe.epochs`"]),
-    "missing grid": (lambda tmp: ["run", "no-such.yaml"], ["no-such.yaml"]),
-    "mistyped name of a grid": (lambda tmp: ["plan", "footprnt"], ["footprnt", "did you mean footprint?"]),
-    "unknown row": (lambda tmp: ["plan", GRID, "--only", "resnet26"], ["--only resnet26", "did you mean resnet26_3?"]),
-    "empty class folders": (
-        lambda tmp: ["run", GRID, "data.source=folder", image_folder(tmp / "images", ("cat", "dog"), empty=("dog",))],
-        ["dog"],
-    ),
-    "more workers than CPUs": (
-        lambda tmp: ["run", GRID, "resources.workers=20"],
-        ["20 workers", "resources.workers=2 recipe.grad_accum_steps=10"],
-    ),
-    "more workers than images in a batch": (lambda tmp: ["run", GRID, "resources.workers=2", "recipe.batch_size=1"], ["batch"]),
-    "runs in a file": (lambda tmp: ["plan", GRID, "--runs", bad_grid(tmp)], ["bad.yaml", "--runs"]),
-    "mistyped command": (lambda tmp: ["pln", GRID], ["Did you mean 'plan'?"]),
-    "data in a read-only folder": (lambda tmp: ["run", GRID, "data.root=/proc/x"], ["/proc/x", "data.root"]),
-    "digits in a file": (lambda tmp: ["data", "prepare", "digits", bad_grid(tmp) + "/x"], ["bad.yaml/x"]),
-    "embedded digits from elsewhere": (lambda tmp: ["data", "prepare", "digits", "--from", bad_grid(tmp)], ["--from"]),
-    "complexity of a model and a grid": (lambda tmp: ["complexity", "resnet26", "--grid", GRID], ["'resnet26'", "--grid"]),
-    "complexity of an unknown model": (lambda tmp: ["complexity", "san10_pairwize"], ["did you mean 'san10_pairwise'?"]),
-    "complexity with unknown fields": (
-        lambda tmp: ["complexity", "resnet26", "footprnt=5", "relation=dot"],
-        ["resnet26: footprnt", "`footprint`", "resnet26: relation"],
-    ),
-    "complexity of two models": (lambda tmp: ["complexity", "san10_pairwise", "name=resnet26"], ["name=resnet26"]),
-    "complexity of small images": (lambda tmp: ["complexity", "--grid", GRID, "--size", "20"], ["pairwise_3", "20 x 20"]),
-    "empty folder of runs": (lambda tmp: ["runs", "--runs", ""], ["--runs: empty"]),
-    "empty address of a job server": (lambda tmp: ["submit", GRID, "--address", ""], ["--address: empty"]),
-    "address without a cluster": (lambda tmp: ["run", GRID, "--address", "127.0.0.1:9"], ["'127.0.0.1:9'"]),
-    "pages of an empty store": (lambda tmp: ["ui"], ["no runs yet"]),
-    "two output formats": (lambda tmp: ["report", GRID, "--json", "--format", "csv"], ["--json", "--format csv"]),
-    "two output formats for trials": (lambda tmp: ["report", GRID, "--json", "--csv", "-"], ["`--json` and `--csv -`"]),
-    "following as JSON": (lambda tmp: ["runs", "--json", "--follow"], ["--json", "--follow"]),
-}
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("convert {files}/released.pth {files}/new.pth name=san10_pairwise", ["`name`", "--name"]),
+        ("convert {files}/own.pth {files}/new.pth footprint=9 --name san10_pairwise", ["own.pth", "--name, footprint=9"]),
+        ("convert {files}/a.txt {files}/new.pth", ["a.txt"]),
+        ("convert a.pth s3://bucket/model.pth", ["s3://...", "local"]),
+        ("evaluate http://me:secret@host/model.pth", ["http://...", "MLflow run"]),
+        ("attention '' 3", ["''"]),
+        (f"attention {300 * 'x'} 3", ["File name too long"]),
+        ("models zzz", ["'zzz'"]),
+        ("plan footprnt", ["footprnt", "did you mean footprint?"]),
+        ("plan {grid} --only resnet26", ["--only resnet26", "did you mean resnet26_3?"]),
+        ("run {grid} data.source=folder data.root={files}/images", ["dog"]),
+        ("run {grid} resources.workers=20", ["20 workers", "resources.workers=2 recipe.grad_accum_steps=10"]),
+        ("run {grid} resources.workers=2 recipe.batch_size=1", ["batch"]),
+        ("plan {grid} --runs {files}/a.txt", ["a.txt", "--runs"]),
+        ("pln {grid}", ["Did you mean 'plan'?"]),
+        ("run {grid} data.root=/proc/x", ["/proc/x", "data.root"]),
+        ("data prepare digits {files}/a.txt/x", ["a.txt/x"]),
+        ("data prepare digits --from {files}/a.txt", ["--from"]),
+        ("complexity resnet26 --grid {grid}", ["'resnet26'", "--grid"]),
+        ("complexity san10_pairwize", ["did you mean 'san10_pairwise'?"]),
+        ("complexity resnet26 footprnt=5 relation=dot", ["resnet26: footprnt", "`footprint`", "resnet26: relation"]),
+        ("complexity san10_pairwise name=resnet26", ["name=resnet26"]),
+        ("complexity --grid {grid} --size 20", ["pairwise_3", "20 x 20"]),
+        ("runs --runs ''", ["--runs: empty"]),
+        ("submit {grid} --address ''", ["--address: empty"]),
+        ("run {grid} --address 127.0.0.1:9", ["'127.0.0.1:9'"]),
+        ("ui", ["no runs yet"]),
+        ("report {grid} --json --format csv", ["--json", "--format csv"]),
+        ("report {grid} --json --csv -", ["`--json` and `--csv -`"]),
+        ("runs --json --follow", ["--json", "--follow"]),
+    ],
+)
+def test_rejects(command: str, words: list[str], files: Path, rejected: Rejected, tmp_path: Path) -> None:
+    message = rejected(*shlex.split(command.format(files=files, grid=SMALL_GRID)))
+    assert all(word in message for word in words), message
+    assert "secret" not in message
+    assert not (tmp_path / "runs").exists() and not (files / "new.pth").exists()
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_rejects(mistake: str, run_san: San, tmp_path: Path) -> None:
-    arguments, words = MISTAKES[mistake]
-    code, out, err = run_san(*arguments(tmp_path))
-    assert (code, out) == (2, "")
-    for word in words:
-        assert word in err
-    assert "secret" not in err
-    assert not (tmp_path / "runs").exists()
-
-
-def test_empty_variables_are_ignored(run_san: San, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_variables_are_ignored(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "")
-    code, out, _ = run_san("plan", GRID)
-    assert code == 0
-    assert "\nthis machine has " in out
+    assert "\nthis machine has " in printed("plan", SMALL_GRID)
     monkeypatch.setenv("SAN_RUNS", "")
     assert default_runs() == str(PROJECT_DIR / "runs")
 
 
-def _commands(group: click.Group, *path: str) -> Iterator[tuple[str, ...]]:
-    yield path
-    for name, command in group.commands.items():
-        if isinstance(command, click.Group):
-            yield from _commands(command, *path, name)
-        else:
-            yield (*path, name)
-
-
-def _command(path: Sequence[str]) -> click.Command:
-    command: click.Command = cli
-    for name in path:
-        assert isinstance(command, click.Group)
-        command = command.commands[name]
-    return command
+def _commands(command: click.Command, *path: str) -> Iterator[tuple[str, click.Command]]:
+    """A command and those below it, each with the words that call it."""
+    yield " ".join(path), command
+    if isinstance(command, click.Group):
+        for name, below in command.commands.items():
+            yield from _commands(below, *path, name)
 
 
 def test_help_lists_every_command() -> None:
@@ -265,17 +205,16 @@ def test_help_lists_every_command() -> None:
     assert not [name for name in cli.commands if not re.search(rf"^  {name} +\S", shown, re.MULTILINE)]
 
 
-@pytest.mark.parametrize("path", _commands(cli), ids="-".join)
-def test_help_describes_every_option_and_its_example_parses(path: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("path", "command"), _commands(cli))
+def test_help_describes_every_option_and_its_example_parses(path: str, command: click.Command) -> None:
     """Parses the example without running it; the grid and the profile must exist."""
-    command = _command(path)
-    shown = CliRunner().invoke(cli, [*path, "--help"])
+    shown = CliRunner().invoke(cli, [*path.split(), "--help"])
     assert shown.exit_code == 0 and shown.output.startswith("Usage: ")
     assert not [option.name for option in command.params if isinstance(option, click.Option) and not option.help]
     found = re.search(r"(?:Example|Start with): san (.+)", f"{command.help}\n{command.epilog or ''}")
     assert found, "no example"
+    assert found[1].startswith(path)
     words = shlex.split(found[1])
-    assert words[: len(path)] == list(path)
     context, command = click.Context(cli, info_name="san"), cli
     while isinstance(command, click.Group):
         command = command.commands[words.pop(0)]
@@ -288,9 +227,8 @@ def test_help_describes_every_option_and_its_example_parses(path: tuple[str, ...
         profile_path(profile)
 
 
-def test_doctor_shows_which_kernels_run(run_san: San) -> None:
-    code, out, _ = run_san("doctor")
-    assert code == 0
+def test_doctor_shows_which_kernels_run(printed: Printed) -> None:
+    out = printed("doctor")
     assert re.search(r"^cpu kernels run from .*\.so$", out, re.MULTILINE)
     assert re.search(r"^cuda kernels (run from|not available: )", out, re.MULTILINE)
     assert "g++: " in out and "torch " in out

@@ -1,7 +1,5 @@
 """`san data`: training reads what it writes."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -19,7 +17,7 @@ from experiments.cli.data import Size
 from experiments.training.images import data_digest, open_data
 from pipelines import DataError, Dataset, Loader, Transform
 from pipelines.datasets.manifest import list_path, read_list, write_list
-from tests.experiments.conftest import San, image_data
+from tests.experiments.conftest import Printed, Rejected, San, image_data
 from tests.experiments.drivers import PATIENCE
 
 
@@ -96,13 +94,12 @@ def test_check_writes_no_list_if_all_images_of_a_class_are_broken(images: Path, 
     assert f"the existing {images}/val.txt stays in use" in san_data("check", images, "--split", "val")[1]
 
 
-def test_split_writes_the_images_that_training_holds_out(images: Path, san_data: San, tmp_path: Path) -> None:
+def test_split_writes_the_images_that_training_holds_out(images: Path, printed: Printed, tmp_path: Path) -> None:
     lists, shards = tmp_path / "lists", tmp_path / "shards"
-    code, out, _ = san_data("split", images, "--per-class", "2", "--seed", "3", "--lists", lists, "--json")
-    assert code == 0
-    train, val = json.loads(out)
+    split = ("data", "split", images, "--per-class", "2", "--seed", "3", "--lists", lists)
+    train, val = json.loads(printed(*split, "--json"))
     assert (train["split"], train["images"], val["split"], val["images"]) == ("train-split", 8, "val-split", 4)
-    assert san_data("pack", images, shards, "--split", "train-split", "--split", "val-split", "--lists", lists)[0] == 0
+    printed("data", "pack", images, shards, "--split", "train-split", "--split", "val-split", "--lists", lists)
     held_out = image_data(images, split="val-split", val_split_per_class=2, val_split_seed=3)
     from_lists = image_data(images, split="val-split", lists=str(lists))
     from_shards = image_data(shards, split="val-split", source="shards")
@@ -114,23 +111,20 @@ def test_split_writes_the_images_that_training_holds_out(images: Path, san_data:
     assert [part.paths for part in open_data(held_out)] == [read_list(Path(item["list"])).paths for item in (train, val)]
     assert data_digest(image_data(images, split="val-split", val_split_per_class=2)) != data_digest(held_out)
     assert open_data(image_data(images, split="val-split"))[1] == Dataset.scan(images, "val")  # no lists there
-    code, out, _ = san_data("split", images, "--per-class", "2", "--seed", "3", "--lists", lists)
-    assert out.splitlines()[1] == f"val-split: 4 images, {lists}/val-split.txt, digest {val['digest']}"
+    assert printed(*split).splitlines()[1] == f"val-split: 4 images, {lists}/val-split.txt, digest {val['digest']}"
 
 
-def test_split_writes_nothing_after_an_error(images: Path, san_data: San) -> None:
-    assert san_data("split", images / "nowhere", "--lists", images / "lists")[0] == 2
+def test_split_writes_nothing_after_an_error(images: Path, rejected: Rejected) -> None:
+    assert "nowhere" in rejected("data", "split", images / "nowhere", "--lists", images / "lists")
     (images / "train/dog/4.jpg").rename(images / "train/dog/4\n.jpg")
-    code, _, err = san_data("split", images, "--per-class", "2", "--lists", images / "lists")
-    assert code == 2 and r"'train/dog/4\n.jpg'" in err
+    assert r"'train/dog/4\n.jpg'" in rejected("data", "split", images, "--per-class", "2", "--lists", images / "lists")
     assert not (images / "nowhere").exists() and not (images / "lists").exists() and not list(images.glob("*.txt"))
 
 
-def test_shards_have_the_images_of_the_folder(images: Path, san_data: San, tmp_path: Path) -> None:
+def test_shards_have_the_images_of_the_folder(images: Path, san_data: San, printed: Printed, tmp_path: Path) -> None:
     shards = tmp_path / "shards"
-    code, out, _ = san_data("pack", images, shards, "--shard-size", "4KiB", "--json")
-    assert code == 0
-    train, val = json.loads(out)
+    pack = ("data", "pack", images, shards, "--shard-size", "4KiB")
+    train, val = json.loads(printed(*pack, "--json"))
     assert (train["images"], val["images"], train["kept"]) == (12, 2, 0)
     assert train["bytes"] == sum(path.stat().st_size for path in shards.glob("train-*.tar")) and len(train["shards"]) > 1
     assert train["digest"] == Dataset.scan(images, "train").digest()
@@ -138,11 +132,11 @@ def test_shards_have_the_images_of_the_folder(images: Path, san_data: San, tmp_p
         packed = image_data(shards, source="shards", **fields)
         assert data_digest(packed) == data_digest(image_data(images, **fields))
         assert all(part.packed for part in open_data(packed))
-    code, out, _ = san_data("pack", images, shards, "--shard-size", "4KiB", "--workers", "3")
-    assert f"train: 12 images in {len(train['shards'])} shards ({len(train['shards'])} already existed), " in out
+    count = len(train["shards"])
+    assert f"train: 12 images in {count} shards ({count} already existed), " in printed(*pack, "--workers", "3")
 
-    code, out, _ = san_data("check", shards)
-    assert (code, out.splitlines()[0]) == (0, f"train: 12 images in shards, none broken; digest {train['digest']}")
+    checked = printed("data", "check", shards).splitlines()
+    assert checked[0] == f"train: 12 images in shards, none broken; digest {train['digest']}"
     damaged = shards / train["shards"][1]["name"]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     code, out, _ = san_data("check", shards, "--split", "train")
@@ -163,14 +157,12 @@ def test_shards_have_the_images_of_the_folder(images: Path, san_data: San, tmp_p
         (["pack", "{root}", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg"]),
     ],
 )
-def test_rejects(arguments: list[str], words: list[str], images: Path, san_data: San) -> None:
+def test_rejects(arguments: list[str], words: list[str], images: Path, rejected: Rejected) -> None:
     (images / "foreign").mkdir()
     (images / "foreign" / "val.txt").write_text("ILSVRC2012_val_00000001.JPEG 65\n")
     before = sorted(images.rglob("*"))
-    code, out, err = san_data(*(argument.format(root=images) for argument in arguments))
-    assert (code, out) == (2, "")
-    for word in words:
-        assert word.format(root=images) in err
+    message = rejected("data", *(argument.format(root=images) for argument in arguments))
+    assert all(word.format(root=images) in message for word in words), message
     assert sorted(images.rglob("*")) == before
 
 

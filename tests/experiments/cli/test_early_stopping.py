@@ -1,9 +1,7 @@
-"""Early stopping: its settings, how a stopped trial ends, and how it resumes."""
-
-from __future__ import annotations
+"""Early stopping: how a stopped trial ends, and how it resumes."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +11,10 @@ from cluster.session import available_cpus
 from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, to_train
-from experiments.runs.workspace import Workspace
 from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
+from tests.experiments.conftest import OpenGrid, Place, WriteGrid
 from tests.experiments.drivers import Driver
-from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.processes import ended, reports, start
 from tests.experiments.samples import EPOCH, finish_trial
 
@@ -31,31 +28,6 @@ GRID = """
 STOPPING = "early_stopping: {grace_epochs: 1, reduction: 3}"
 
 
-ROWS = "rows: [{id: a, model: {name: resnet26}}]"
-
-
-@pytest.mark.parametrize(
-    ("text", "stopping", "words"),
-    [
-        ("table: footprint, rows: [{id: pairwise_3, model: {name: resnet26}}]", "grace_epochs: 1", "table 'footprint'"),
-        ("product: {model.name: [resnet26], recipe.epochs: [4, 8]}", "grace_epochs: 1", "4 in row .* and 8 in row"),
-        (ROWS, "grace_epochs: 18", "recipe.epochs=18"),
-        (ROWS, "grace_epochs: 0", "grace_epochs: .*not 0"),
-        (ROWS, "grace_epochs: 1, reduction: 1", "reduction: .*not 1"),
-        (f"base: {{recipe: {{validate_every_n_epochs: 2}}}}, {ROWS}", "grace_epochs: 1", "a validation after each epoch"),
-    ],
-)
-def test_rejects_invalid_early_stopping(text: str, stopping: str, words: str, write_grid: Callable[[str], Path]) -> None:
-    path = write_grid(f"{{question: q, {text}, early_stopping: {{{stopping}}}}}")
-    assert re.search(f"^{path}: early_stopping.*{words}", error_message(lambda: expand(path)))
-
-
-def test_key_does_not_depend_on_early_stopping(write_grid: Callable[[str], Path]) -> None:
-    plain = {row: trial.key for row, trial in expand(write_grid(GRID.format(last=""))).items()}
-    stopping = {row: trial.key for row, trial in expand(write_grid(GRID.format(last=STOPPING))).items()}
-    assert plain == stopping
-
-
 def stop_after_two_epochs(key: str, top1: Sequence[float]) -> bool:
     assert all(0 <= value <= 100 for value in top1)
     return len(top1) < 2
@@ -63,9 +35,7 @@ def stop_after_two_epochs(key: str, top1: Sequence[float]) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_stopped_trial_resumes_without_early_stopping(
-    world: int, open_small_grid: Callable[..., GridRun], place: Callable[[str], Workspace]
-) -> None:
+def test_stopped_trial_resumes_without_early_stopping(world: int, open_small_grid: OpenGrid, place: Place) -> None:
     """A stopped trial has its run and checkpoints. Without early stopping, it trains the other epochs."""
     trial = open_small_grid(*SHORT, f"resources.workers={world}").trials[1]
     workspace = place("here")
@@ -92,7 +62,9 @@ def test_stopped_trial_resumes_without_early_stopping(
     assert "resuming from epoch-0002" in workspace.log(trial).read_text()
 
 
-def test_only_the_grid_that_stopped_a_trial_leaves_it_so(write_grid: Callable[..., Path], runs: Path) -> None:
+def test_only_the_grid_that_stopped_a_trial_leaves_it_so(write_grid: WriteGrid, runs: Path) -> None:
+    """Early stopping is not part of a key, so all grids know the results of finished trials."""
+
     def open_it(last: str, name: str = "which.yaml") -> GridRun:
         return open_grid_run(write_grid(GRID.format(last=last), name), "digits", (), runs)
 
@@ -114,7 +86,7 @@ def test_only_the_grid_that_stopped_a_trial_leaves_it_so(write_grid: Callable[..
 
 
 @pytest.mark.slow
-def test_grid_stops_the_trials_that_do_not_learn(write_grid: Callable[..., Path], tmp_path: Path) -> None:
+def test_grid_stops_the_trials_that_do_not_learn(write_grid: WriteGrid, tmp_path: Path) -> None:
     """Trains four trials, two at a time: two that learn, then two that do not."""
     path = write_grid("""
         question: Which learning rate?

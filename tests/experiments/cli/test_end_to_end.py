@@ -1,7 +1,5 @@
 """The main path with every real part: `san run`, Ray, DALI, DeepSpeed, kernels, MLflow and the table."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import os
@@ -20,13 +18,13 @@ from cluster import Placement
 from cluster.session import available_cpus
 from cluster.sweep import sweep
 from experiments.grids.grid import Trial
-from experiments.runner.grid_run import GridRun, open_grid_run
+from experiments.runner.grid_run import open_grid_run
 from experiments.runs.workspace import Workspace
 from experiments.training.trainer import run_trial
 from tests.cluster.cells import Memory
-from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.conftest import SMALL_GRID, WriteGrid
 from tests.experiments.drivers import Driver
-from tests.experiments.samples import runs_of
+from tests.experiments.samples import logged_epochs
 
 OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=64")
 
@@ -35,16 +33,6 @@ OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=64")
 def start(tmp_path: Path) -> Iterator[Callable[[], Driver]]:
     with ExitStack() as drivers:
         yield lambda: drivers.enter_context(Driver(SMALL_GRID, tmp_path / "runs", OVERRIDES))
-
-
-def logged_epochs(grid_run: GridRun) -> dict[str, list[int]]:
-    """The epochs of each trial's run in MLflow, in the order in which they were logged."""
-    client = grid_run.tracker.client
-    histories = {run: client.get_metric_history(run.info.run_id, "val/top1") for run in runs_of(grid_run)}
-    return {
-        f"{run.data.tags['san.row']} {run.info.run_id}": [metric.step for metric in history]
-        for run, history in histories.items()
-    }
 
 
 def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_path: Path) -> None:
@@ -67,7 +55,7 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
     assert last.finish() == 0, last.said
     grid_run = open_grid_run(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs")
     epochs = logged_epochs(grid_run)
-    assert sorted(name.split()[0] for name in epochs) == ["pairwise_3", "patchwise_3", "resnet26_3"]
+    assert sorted(row for row, _, _ in epochs) == ["pairwise_3", "patchwise_3", "resnet26_3"]
     assert all(steps == [0, 1, 2] for steps in epochs.values()), epochs
     assert all(result.finished for result in grid_run.tracker.results().values())
 
@@ -117,7 +105,7 @@ def train_and_save(workspace: Workspace, trial: Trial, report: Callable[[Mapping
 
 @pytest.mark.slow
 def test_result_does_not_depend_on_earlier_trials_of_the_process(
-    write_grid: Callable[[str], Path], tmp_path: Path, empty_database: Path
+    write_grid: WriteGrid, tmp_path: Path, empty_database: Path
 ) -> None:
     saved: list[dict[str, Any]] = []
     for name, step in (("forwards", 1), ("backwards", -1)):

@@ -1,7 +1,5 @@
 """Grids on three nodes, with a relation and a model of the user. One node fails during a trial."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
@@ -12,8 +10,8 @@ from experiments.grids.config import PROJECT_DIR
 from experiments.runner.grid_run import GridRun, open_grid_run
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
 from tests.docs.test_guides import blocks
-from tests.experiments.drivers import PATIENCE, Driver
-from tests.experiments.samples import runs_of
+from tests.experiments.drivers import Driver, wait_until
+from tests.experiments.samples import logged_epochs
 from tests.faults.witness import Step, steps_of
 
 CHECK_EVERY = 5
@@ -33,7 +31,17 @@ rows:
 """
 MINE = next(block.text for block in blocks((PROJECT_DIR / "docs/guides/grids.md").read_text()) if block.file == "mine.py")
 """A relation and a model of a user."""
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc"),
+]
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "two.yaml").write_text(TWO_TRIALS)
+    return tmp_path / "two.yaml"
 
 
 def environment(pause: str) -> dict[str, str]:
@@ -43,13 +51,8 @@ def environment(pause: str) -> dict[str, str]:
 
 def _wait_for_step(number: int, runs: Path, driver: Driver) -> dict[int, Step]:
     """Waits until the first worker has reached a step; returns the latest step of each worker."""
-    limit = time.monotonic() + PATIENCE
-    while True:
-        latest = {step.rank: step for step in steps_of(runs)}
-        if 0 in latest and latest[0].number >= number:
-            return latest
-        assert driver.process.poll() is None and time.monotonic() < limit, driver.said
-        time.sleep(0.05)
+    wait_until(lambda: any(step.rank == 0 and step.number >= number for step in steps_of(runs)), driver.process, driver.log)
+    return {step.rank: step for step in steps_of(runs)}
 
 
 def _kill_a_node(pair: dict[int, Step], cluster: Nodes) -> None:
@@ -58,13 +61,9 @@ def _kill_a_node(pair: dict[int, Step], cluster: Nodes) -> None:
     cluster.kill(next(lost_node for lost_node in places if lost_node is not None))
 
 
-@pytest.mark.slow
-@needs_proc
-def test_lost_node_costs_at_most_one_checkpoint_interval(tmp_path: Path) -> None:
+def test_lost_node_costs_at_most_one_checkpoint_interval(grid: Path, tmp_path: Path) -> None:
     """The nodes have separate addresses if network namespaces are available."""
-    runs, grid = tmp_path / "runs", tmp_path / "two.yaml"
-    grid.write_text(TWO_TRIALS)
-    (tmp_path / "mine.py").write_text(MINE)
+    runs = tmp_path / "runs"
     with separate_addresses() as network, nodes(1, network) as cluster:
         cluster.add()
         cluster.add()
@@ -87,19 +86,15 @@ def test_lost_node_costs_at_most_one_checkpoint_interval(tmp_path: Path) -> None
 
 def _assert_complete(grid_run: GridRun) -> None:
     """Checks that every trial is finished, and that MLflow has one run for it, with each epoch once."""
-    results, client = grid_run.tracker.results(), grid_run.tracker.client
+    results = grid_run.tracker.results()
     assert [results[trial.key].finished for trial in grid_run.trials] == [True] * len(grid_run.trials)
-    histories = [client.get_metric_history(run.info.run_id, "val/top1") for run in runs_of(grid_run)]
-    assert [sorted(metric.step for metric in history) for history in histories] == [list(range(EPOCHS))] * len(grid_run.trials)
+    epochs = [sorted(steps) for steps in logged_epochs(grid_run).values()]
+    assert epochs == [list(range(EPOCHS))] * len(grid_run.trials)
 
 
-@pytest.mark.slow
-@needs_proc
-def test_trial_of_a_node_without_a_network_goes_on_elsewhere(tmp_path: Path) -> None:
+def test_trial_of_a_node_without_a_network_goes_on_elsewhere(grid: Path, tmp_path: Path) -> None:
     """Its process still reaches the shared folder, but no longer owns the trial: it ends when it would write a checkpoint."""
-    runs, grid = tmp_path / "runs", tmp_path / "two.yaml"
-    grid.write_text(TWO_TRIALS)
-    (tmp_path / "mine.py").write_text(MINE)
+    runs = tmp_path / "runs"
     with separate_addresses() as network:
         if network is None:
             pytest.skip("needs network namespaces")

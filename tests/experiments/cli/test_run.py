@@ -1,21 +1,17 @@
 """`san run` and `san study` from plan to table, with a fake cluster that trains nothing."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
 from mlflow.entities import Run
-from torch import Tensor, nn
+from torch import nn
 
 import san
 from cluster.sweep import Observer, Outcome
@@ -29,10 +25,11 @@ from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from experiments.runner.progress import duration
 from experiments.runs import retry
+from experiments.runs.claims import claimed_trials
 from experiments.tracking import TrackerError
 from experiments.tracking.tracker import Tracker
 from san.models.registry import VARIANTS
-from tests.experiments.conftest import TrainTrial
+from tests.experiments.conftest import OpenGrid, TrainTrial, WriteGrid
 from tests.experiments.samples import EPOCH, runs_of
 
 EQUAL_ROWS = """
@@ -45,11 +42,11 @@ EQUAL_ROWS = """
 
 
 @pytest.fixture
-def open_text(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., GridRun]:
+def open_text(write_grid: WriteGrid, runs: Path) -> OpenGrid:
     """Opens a grid run on the text of a grid."""
 
-    def open_it(text: str, name: str = "first", *overrides: str, **options: object) -> GridRun:
-        return open_grid_run(write_grid(text, f"{name}.yaml"), "digits", overrides, runs, **options)  # type: ignore[arg-type]
+    def open_it(text: str, name: str = "first", *overrides: str) -> GridRun:
+        return open_grid_run(write_grid(text, f"{name}.yaml"), "digits", overrides, runs)
 
     return open_it
 
@@ -70,26 +67,18 @@ def trained(replace_cluster: Callable[[TrainTrial], None]) -> list[str]:
     return names
 
 
-def test_equal_trials_are_trained_once(
-    open_text: Callable[..., GridRun], trained: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_trials_are_trained_once(open_text: OpenGrid, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Equal rows of a grid, rows of another grid, and all rows when the command is repeated."""
     grid_run = open_text(EQUAL_ROWS)
     assert run(grid_run, None)
     assert trained == ["first/other", "first/plain"]
     out, err = capsys.readouterr()
     assert "3 trials, 1 identical to another trial, 2 to train" in err
-    assert [(line.top1, line.paper_top1) for line in table_rows(grid_run, known_results(grid_run))] == [
-        (2.0, None),
-        (1.0, None),
-        (2.0, None),
-    ]
+    lines = table_rows(grid_run, known_results(grid_run))
+    assert [(line.top1, line.paper_top1) for line in lines] == [(2.0, None), (1.0, None), (2.0, None)]
     assert "Is it the same?" in out and "top-1 paper" not in out
-    assert [line.split()[:2] for line in out.splitlines()[-4:-1]] == [
-        ["plain", "2.0"],
-        ["other", "1.0"],
-        ["written_out", "2.0"],
-    ]
+    shown = [line.split()[:2] for line in out.splitlines()[-4:-1]]
+    assert shown == [["plain", "2.0"], ["other", "1.0"], ["written_out", "2.0"]]
     assert run(grid_run, None)
     assert "3 trials, 3 already finished, 0 to train" in capsys.readouterr().err
 
@@ -111,9 +100,7 @@ def shown_by_mlflow(grid_run: GridRun) -> tuple[str, Run, dict[str, str]]:
     return experiment.tags["mlflow.note.content"].replace("&nbsp;", ""), parent, kept
 
 
-def test_mlflow_page_of_a_grid_is_current(
-    open_text: Callable[..., GridRun], trained: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_page_of_a_grid_is_current(open_text: OpenGrid, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It shows finished trials while others train, and results that another grid or version has changed."""
     assert run(open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}"), None)
     grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet38}}]}")
@@ -143,7 +130,7 @@ def test_mlflow_page_of_a_grid_is_current(
     assert parent.info.status == "FINISHED"
 
 
-def test_long_table_is_cut_between_rows_in_the_description(open_text: Callable[..., GridRun]) -> None:
+def test_long_table_is_cut_between_rows_in_the_description(open_text: OpenGrid) -> None:
     rates = [round(0.001 * (i + 1), 3) for i in range(300)]
     grid_run = open_text(f"{{question: q, base: {{model: {{name: resnet26}}}}, product: {{recipe.lr: {rates}}}}}")
     whole, short = tables(grid_run, {})["markdown"].splitlines(), note(grid_run, {}).splitlines()
@@ -153,7 +140,7 @@ def test_long_table_is_cut_between_rows_in_the_description(open_text: Callable[.
     assert rest.startswith(f"{len(whole) - len(rows)} more rows ")
 
 
-def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[..., GridRun]) -> None:
+def test_plan_estimates_hours_from_similar_finished_runs(open_text: OpenGrid) -> None:
     finish_at_speed(open_text("{question: q, rows: [{id: trial, model: {name: san10_pairwise}}]}"), 100.0)
     rows = [
         "{id: trial}",
@@ -181,7 +168,7 @@ def test_plan_estimates_hours_from_similar_finished_runs(open_text: Callable[...
     assert f"CPU time {duration(3600 * (longer.cpu + other.cpu))}" in lines[-1]
 
 
-def test_plan_shows_sizes_and_names_rows_of_another_size(open_text: Callable[..., GridRun]) -> None:
+def test_plan_shows_sizes_and_names_rows_of_another_size(open_text: OpenGrid) -> None:
     rows = ["{id: a}", "{id: b, model: {relation: dot}}", "{id: wide, model: {width_mult: 1}}"]
     grid_run = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}")
     planned = plan(grid_run)
@@ -190,32 +177,25 @@ def test_plan_shows_sizes_and_names_rows_of_another_size(open_text: Callable[...
     assert any(line.endswith("in parameters or FLOPs: wide") for line in plan_in_words(grid_run, planned, None)[0])
 
 
-def test_plan_of_a_model_whose_operations_are_not_counted(open_text: Callable[..., GridRun]) -> None:
-    san.register_model("means")(lambda num_classes, in_channels: Means(num_classes))
-    try:
-        grid_run = open_text("{question: q, rows: [{id: means, model: {name: means}}, {id: ours, model: {name: resnet26}}]}")
+def brightest(num_classes: int, in_channels: int = 3) -> nn.Module:
+    """A model without an operation that the paper's convention counts."""
+    pad = nn.ConstantPad1d((0, num_classes - in_channels), 0.0)
+    return nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.PReLU(), pad)
+
+
+def test_plan_of_a_model_whose_operations_are_not_counted(open_text: OpenGrid) -> None:
+    with patch.dict(VARIANTS):
+        san.register_model("brightest")(brightest)
+        grid_run = open_text("{question: q, rows: [{id: a, model: {name: brightest}}, {id: ours, model: {name: resnet26}}]}")
         planned = plan(grid_run)
-        assert {trial.row: trial.flops == 0 for trial in planned} == {"means": True, "ours": False}
+        assert {trial.row: trial.flops == 0 for trial in planned} == {"a": True, "ours": False}
         assert plan_in_words(grid_run, planned, None)[1]
-    finally:
-        del VARIANTS["means"]
 
 
-def test_plan_of_trials_that_do_not_fit_fails(open_text: Callable[..., GridRun]) -> None:
+def test_plan_of_trials_that_do_not_fit_fails(open_text: OpenGrid) -> None:
     grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}", "g", "resources.cpus=64")
     lines, can_run = plan_in_words(grid_run, plan(grid_run), None)
     assert not can_run and any("cannot run here" in line for line in lines)
-
-
-class Means(nn.Module):
-    """Logits without an operation that the paper's convention counts."""
-
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.bias_N = nn.Parameter(torch.zeros(num_classes))
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        return x_NCHW.sum((1, 2, 3))[:, None] + self.bias_N
 
 
 def finish_at_speed(grid_run: GridRun, images_per_second: float) -> None:
@@ -228,7 +208,7 @@ def finish_at_speed(grid_run: GridRun, images_per_second: float) -> None:
     tracked.finish()
 
 
-def test_cheapest_trials_start_first(open_text: Callable[..., GridRun], trained: list[str]) -> None:
+def test_cheapest_trials_start_first(open_text: OpenGrid, trained: list[str]) -> None:
     """The cost is estimated from measured speeds, or from FLOPs, images and epochs."""
     rows = [
         "{id: large}",
@@ -253,25 +233,14 @@ def test_cheapest_trials_start_first(open_text: Callable[..., GridRun], trained:
     assert [cell.row for cell in plan(grid_run)] == [trial.row for trial in grid_run.trials]
 
 
-def test_trial_that_another_process_trains_is_skipped(
-    open_text: Callable[..., GridRun], trained: list[str], capsys: pytest.CaptureFixture[str]
+def test_trial_that_another_command_trains_is_skipped(
+    open_text: OpenGrid, trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid_run = open_text(EQUAL_ROWS)
-    claim = """
-import sys
-from pathlib import Path
-from experiments.runs.claims import claimed_trials
-from experiments.runs.store import LocalStore
-with claimed_trials(LocalStore(Path(sys.argv[1])), "other-digits", {sys.argv[2]: None}):
-    print("claimed", flush=True)
-    sys.stdin.read()
-"""
-    arguments = [sys.executable, "-c", claim, str(grid_run.workspace.runs), grid_run.trials[0].key]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline() == "claimed\n"
+    plain = grid_run.trials[0]
+    with claimed_trials(grid_run.workspace.store, "other-digits", {plain.key: plain}):
         assert not run(grid_run, None)
-        assert trained == ["first/other"]
-        other.communicate("")
+    assert trained == ["first/other"]
     err = capsys.readouterr().err
     assert "skipped, because another `san run` is training the same trials: plain" in err
     assert "trained 1 trial in " in err
@@ -280,43 +249,31 @@ with claimed_trials(LocalStore(Path(sys.argv[1])), "other-digits", {sys.argv[2]:
     assert trained == ["first/other", "first/plain"]
 
 
-@pytest.mark.parametrize("available", [True, False])
-def test_reports_results_that_mlflow_did_not_accept(
-    available: bool,
-    open_text: Callable[..., GridRun],
-    trained: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize("is_back", [True, False])
+def test_reports_failed_trials_and_results_that_mlflow_did_not_accept(
+    is_back: bool, open_text: OpenGrid, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """MLflow was unavailable when a trial ended, and is available again, or still not, when the grid ends."""
+    """MLflow was away when the other trial ended, and is back, or still away, when the grid ends."""
     grid_run = open_text(EQUAL_ROWS)
 
     def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
-        if not available:
+        if not is_back:
             (grid_run.workspace.runs / "mlflow.db").write_bytes(b"not a database" * 100)
-        return {key: Outcome(key) for key in trials}
+        failed, unsent = trials
+        return {failed: Outcome(failed, "it broke"), unsent: Outcome(unsent)}
 
     monkeypatch.setattr("cluster.sweep.sweep", sweep)
     monkeypatch.setattr(retry, "OUTAGE_TIMEOUT", 0.1)
     monkeypatch.setattr(retry, "PAUSE", 0.01)
-    if available:
+    if is_back:
         assert not run(grid_run, None)
-        assert "other, plain: trained, but MLflow" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert "trained 1 of 2 trials in " in err and "; failed: other\n" in err
+        assert "\nplain: trained, but MLflow" in err
     else:
         with pytest.raises(TrackerError, match=r"MLflow at .*\ntrained trials are kept"):
             run(grid_run, None)
-
-
-def test_failed_trials_are_not_counted_as_trained(
-    open_text: Callable[..., GridRun], trained: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
-        first, *others = trials
-        return {first: Outcome(first, "it broke"), **{key: Outcome(key) for key in others}}
-
-    monkeypatch.setattr("cluster.sweep.sweep", sweep)
-    assert not run(open_text(EQUAL_ROWS), None)
-    assert "trained 1 of 2 trials in " in capsys.readouterr().err
 
 
 def test_study_trains_every_trial_once_and_writes_its_page(
@@ -339,11 +296,10 @@ def test_study_trains_every_trial_once_and_writes_its_page(
     assert len(trained) == count and page.read_text() == before
 
 
-@pytest.mark.parametrize("where", ["folder", "a/file/page.md"])
+@pytest.mark.parametrize("where", ["folder", "file/page.md"])
 def test_study_checks_its_page_before_training(where: str, trained: list[str], tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "file").touch()
+    (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write"):
         study("digits", 2, tmp_path / "runs", None, tmp_path / where, tmp_path / "kept.csv")
     assert not trained

@@ -1,7 +1,5 @@
 """`san submit`: what it uploads, and the errors that it finds before. `tests/cluster/test_submit.py` has a real head."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

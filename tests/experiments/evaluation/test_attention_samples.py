@@ -1,7 +1,5 @@
 """The attention samples of a page: the selection of trials, and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ from experiments.evaluation.attention_samples import attention_samples, best_of_
 from experiments.runner.grid_run import open_grid_run
 from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint
+from tests.experiments.conftest import WriteGrid
 from tests.experiments.report.conftest import GRID, save_untrained
 
 
@@ -35,7 +34,7 @@ from tests.experiments.report.conftest import GRID, save_untrained
     ids=["convolutions", "depths", "relations"],
 )
 def test_samples_the_best_trial_of_each_kind_of_attention(
-    rows: dict[str, dict[str, str]], chosen: list[str], write_grid: Callable[[str], Path], tmp_path: Path
+    rows: dict[str, dict[str, str]], chosen: list[str], write_grid: WriteGrid, tmp_path: Path
 ) -> None:
     """Later trials are better in this test."""
     content = {"question": "q", "rows": [{"id": row, "model": model} for row, model in rows.items()]}
@@ -51,7 +50,7 @@ def with_an_unknown_field(path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "message"), [(Path.unlink, "No such file"), (with_an_unknown_field, "late: ")])
 def test_unreadable_checkpoint_becomes_an_error_message(
-    change: Callable[[Path], None], message: str, write_grid: Callable[[str], Path], tmp_path: Path
+    change: Callable[[Path], None], message: str, write_grid: WriteGrid, tmp_path: Path
 ) -> None:
     grid_run = open_grid_run(write_grid(GRID), "digits", (), tmp_path)
     trial = next(trial for trial in grid_run.trials if trial.row == "patchwise_3")

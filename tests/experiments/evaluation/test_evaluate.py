@@ -1,9 +1,7 @@
 """`san evaluate` and `san convert`: the exact accuracy of every kind of checkpoint on every split."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,8 @@ from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import validated_weights
 from san.models import pretrained
-from tests.experiments.conftest import HELD_OUT, SMALL_GRID, San, Trained
-from tests.experiments.samples import of_step, opened_checkpoints
+from tests.experiments.conftest import HELD_OUT, SMALL_GRID, Printed, Rejected, San, Trained
+from tests.experiments.samples import flip_a_bit, of_step, opened_checkpoints
 
 DIGITS = PROJECT_DIR / "data" / "digits"
 MODEL = "small-digits-pairwise_3"
@@ -38,27 +36,22 @@ def measured(found: Evaluation) -> tuple[float, float, float, int]:
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_checkpoint_gives_the_accuracy_of_its_validation(epoch: int, trained: Trained) -> None:
     found = evaluated(trained.folder / f"epoch-{epoch:04d}-step-0000000.pt")
-    history = Checkpoint.read(trained.folder / "epoch-0002-step-0000000.pt").history
-    validated = history[epoch - 1]
+    validated = Checkpoint.read(trained.folder / "epoch-0002-step-0000000.pt").history[epoch - 1]
     assert measured(found) == (validated.top1, validated.top5, validated.val_loss, 120)
     assert (found.model, found.epoch, found.split, found.classes) == ("san10_pairwise", epoch, "train", 10)
     assert found.own_images
 
 
-def run_of(trained: Trained) -> str:
-    return trained.grid_run.tracker.results()[trained.grid_run.trials[0].key].run_id
-
-
-def test_every_name_of_a_trial_gives_its_best_epoch(trained: Trained, run_san: San) -> None:
-    metrics = trained.grid_run.tracker.results()[trained.grid_run.trials[0].key].metrics
+def test_every_name_of_a_trial_gives_its_best_epoch(trained: Trained, run_san: San, printed: Printed) -> None:
+    metrics = trained.result.metrics
     best = (metrics["summary/best_top1"], metrics["summary/best_top5"], metrics["summary/best_epoch"])
     trained.grid_run.tracker.client.set_registered_model_alias(MODEL, "champion", "1")
     models = f"models:/{MODEL}/1", f"models:/{MODEL}@champion"
-    for name in (str(trained.folder), trained.grid_run.trials[0].key, run_of(trained), *models):
-        found = json.loads(run_san("evaluate", name, *store_of(trained), "--json")[1])
+    for name in (str(trained.folder), trained.trial.key, trained.result.run_id, *models):
+        found = json.loads(printed("evaluate", name, "--runs", trained.grid_run.workspace.runs, "--json"))
         assert (found["top1"], found["top5"], found["epoch"]) == best
-    code, out, err = run_san("evaluate", trained.folder)
-    assert (code, err) == (0, "")
+    _, out, err = run_san("evaluate", trained.folder)
+    assert err == ""
     assert f"after epoch {found['epoch']}\ntop-1 {found['top1']:.4f} %" in out
 
 
@@ -68,7 +61,7 @@ def test_converted_checkpoint_gives_the_same_accuracy(
 ) -> None:
     file = tmp_path / "weights.pt"
     options = ("--to", form, "--runs", trained.grid_run.workspace.runs)
-    _, out, _ = run_san("convert", trained.grid_run.trials[0].key, file, *options)
+    _, out, _ = run_san("convert", trained.trial.key, file, *options)
     assert out.startswith(f"{file}: san10_pairwise ")
     found = evaluated(file, *HELD_OUT, *model, profile="digits")
     assert measured(found) == measured(evaluated(trained.folder))
@@ -113,10 +106,12 @@ def test_finds_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
     for number in range(1, 4):  # the first is the best
         checkpoints.save(of_step(number))
     checkpoints.save(of_step(3, step=5))
-    assert [best.name for best in [best_in(checkpoints.store, checkpoints.folder)] if best] == ["epoch-0001-step-0000000.pt"]
+    best = best_in(checkpoints.store, checkpoints.folder)
+    assert best is not None and best.name == of_step(1).name
     checkpoints.save(of_step(4))
-    Path(checkpoints.uri("epoch-0001-step-0000000.pt")).write_bytes(b"damaged")
-    assert [best.name for best in [best_in(checkpoints.store, checkpoints.folder)] if best] == ["epoch-0004-step-0000000.pt"]
+    Path(checkpoints.uri(best.name)).write_bytes(b"damaged")
+    best = best_in(checkpoints.store, checkpoints.folder)
+    assert best is not None and best.name == of_step(4).name
     assert best_in(LocalStore(tmp_path)) is None
 
 
@@ -134,92 +129,71 @@ def test_validation_averages_batchnorm_statistics_of_workers(averaged: bool) -> 
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-def other_classes(tmp: Path, count: int) -> str:
-    for label in range(count):
-        (tmp / "images" / "val" / f"class{label}").mkdir(parents=True)
-        (tmp / "images" / "val" / f"class{label}" / "1.png").write_bytes(b"never decoded here")
-    return f"data.root={tmp / 'images'}"
+@pytest.fixture(scope="module")
+def files(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that cannot be evaluated, the weights of the trial, and images of 3 and of 10 classes."""
+    folder = tmp_path_factory.mktemp("files")
+    torch.save(torch.zeros(3), folder / "tensor.pt")
+    torch.save({"a": 1}, folder / "no_weights.pt")
+    torch.save({"engine": {}}, folder / "old.pt")
+    torch.save({"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}, folder / "released.pt")
+    (folder / "flipped_bit.pt").write_bytes(flip_a_bit(of_step(1, value=1.0).as_bytes()))
+    san.save_checkpoint(san.create_model("san10_pairwise", 10, in_channels=1, num_stages=1), folder / "grey.pt")
+    san.save_checkpoint(trained.best.model(), folder / "ours.pt")
+    for count in (3, 10):
+        for label in range(count):
+            images = folder / f"{count}_classes" / "val" / f"class{label}"
+            images.mkdir(parents=True)
+            (images / "1.png").write_bytes(b"never decoded here")
+    return folder
 
 
-def written(path: Path, content: object) -> str:
-    torch.save(content, path)
-    return str(path)
+NO_RUN = 32 * "0"
 
 
-def cut(trained: Trained, tmp: Path) -> str:
-    """A checkpoint with one bit flipped in its weights."""
-    content = bytearray(next(trained.folder.glob("epoch-*.pt")).read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp / "epoch-0001-step-0000000.pt").write_bytes(content)
-    return str(tmp / "epoch-0001-step-0000000.pt")
-
-
-def grey(tmp_path: Path) -> str:
-    san.save_checkpoint(san.create_model("san10_pairwise", 10, in_channels=1, num_stages=1), tmp_path / "grey.pt")
-    return str(tmp_path / "grey.pt")
-
-
-def ours(trained: Trained, tmp: Path) -> str:
-    san.save_checkpoint(trained.best.model(), tmp / "ours.pt")
-    return str(tmp / "ours.pt")
-
-
-def store_of(trained: Trained) -> list[str]:
-    return ["--runs", str(trained.grid_run.workspace.runs)]
-
-
-MISTAKES: dict[str, tuple[Callable[[Trained, Path], list[str]], list[str]]] = {
-    "missing file": (lambda _, tmp: [str(tmp / "none.pt")], ["none.pt", "No such file"]),
-    "not a key": (lambda *_: ["ac2f"], ["ac2f: no such file"]),
-    "unknown key": (lambda _, tmp: ["0123456789ab", "--runs", str(tmp)], ["0123456789ab", "no trial with this key"]),
-    "unknown run": (lambda trained, _: [32 * "0", *store_of(trained)], [f"{32 * '0'}: MLflow"]),
-    "run in an empty store": (lambda _, tmp: [32 * "0", "--runs", str(tmp)], [f"{32 * '0'}: no runs"]),
-    "unknown model": (lambda trained, _: ["models:/none/1", *store_of(trained)], ["models:/none/1", "no such registered"]),
-    "unknown alias": (lambda trained, _: [f"models:/{MODEL}@loser", *store_of(trained)], ["@loser"]),
-    "model without a version": (lambda trained, _: [f"models:/{MODEL}", *store_of(trained)], [f"models:/{MODEL}", "/VERSION"]),
-    "folder without checkpoints": (lambda _, tmp: [str(tmp)], ["no readable checkpoint of a complete epoch"]),
-    "text file": (lambda *_: [str(SMALL_GRID)], ["small.yaml", "torch.save"]),
-    "flipped bit": (lambda trained, tmp: [cut(trained, tmp)], ["epoch-0001-step-0000000.pt: "]),
-    "tensor": (lambda _, tmp: [written(tmp / "a.pt", torch.zeros(3))], ["a.pt", "Tensor"]),
-    "dict without weights": (lambda _, tmp: [written(tmp / "a.pt", {"a": 1})], ["a.pt", "no state dict"]),
-    "old checkpoint": (lambda _, tmp: [written(tmp / "a.pt", {"engine": {}})], ["a.pt", "older version"]),
-    "another model for a trial": (lambda trained, _: [str(trained.folder), "model.footprint=5"], ["model.footprint"]),
-    "profile for a trial": (lambda trained, _: [str(trained.folder), "--profile", "digits"], ["--profile"]),
-    "override without effect": (lambda trained, _: [str(trained.folder), "recipe.lr=1"], ["recipe.lr", "data.*"]),
-    "unknown model field": (
-        lambda _, tmp: [written(tmp / "a.pt", {"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}), "model.path=x"],
-        ["san10_pairwise has no field path"],
-    ),
-    "model for grayscale images": (lambda _, tmp: [grey(tmp)], ["grey.pt", "1-channel"]),
-    "small images": (
-        lambda trained, tmp: [ours(trained, tmp), "data.size=2", "data.resize=2", "--profile", "digits"],
-        ["stage 1 of san10_pairwise", "2 x 2"],
-    ),
-    "wrong number of classes": (lambda trained, tmp: [ours(trained, tmp), other_classes(tmp, 3)], ["ours.pt", "10 classes"]),
-    "other classes": (
-        lambda trained, tmp: [str(trained.folder), "data.source=folder", "data.split=val-original", other_classes(tmp, 10)],
-        ["'0' instead of 'class0'"],
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_rejects(mistake: str, trained: Trained, tmp_path: Path, run_san: San) -> None:
-    arguments, words = MISTAKES[mistake]
-    code, out, err = run_san("evaluate", *arguments(trained, tmp_path))
-    assert (code, out) == (2, "")
-    assert err.startswith("san: ") and len(err.splitlines()) == 1
-    assert all(word in err for word in words), err
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("{empty}/none.pt", ["none.pt", "No such file"]),
+        ("ac2f", ["ac2f: no such file"]),
+        ("0123456789ab --runs {empty}", ["0123456789ab", "no trial with this key"]),
+        (f"{NO_RUN} --runs {{runs}}", [f"{NO_RUN}: MLflow"]),
+        (f"{NO_RUN} --runs {{empty}}", [f"{NO_RUN}: no runs"]),
+        ("models:/none/1 --runs {runs}", ["models:/none/1", "no such registered"]),
+        (f"models:/{MODEL}@loser --runs {{runs}}", ["@loser"]),
+        (f"models:/{MODEL} --runs {{runs}}", [f"models:/{MODEL}", "/VERSION"]),
+        ("{empty}", ["no readable checkpoint of a complete epoch"]),
+        (str(SMALL_GRID), ["small.yaml", "torch.save"]),
+        ("{files}/flipped_bit.pt", ["flipped_bit.pt: "]),
+        ("{files}/tensor.pt", ["tensor.pt", "Tensor"]),
+        ("{files}/no_weights.pt", ["no_weights.pt", "no state dict"]),
+        ("{files}/old.pt", ["old.pt", "older version"]),
+        ("{files}/released.pt model.path=x", ["san10_pairwise has no field path"]),
+        ("{files}/grey.pt", ["grey.pt", "1-channel"]),
+        ("{files}/ours.pt data.size=2 data.resize=2 --profile digits", ["stage 1 of san10_pairwise", "2 x 2"]),
+        ("{files}/ours.pt data.root={files}/3_classes", ["ours.pt", "10 classes"]),
+        ("{trial} model.footprint=5", ["model.footprint"]),
+        ("{trial} --profile digits", ["--profile"]),
+        ("{trial} recipe.lr=1", ["recipe.lr", "data.*"]),
+        ("{trial} data.source=folder data.split=val-original data.root={files}/10_classes", ["'0' instead of 'class0'"]),
+    ],
+)
+def test_rejects(arguments: str, words: list[str], trained: Trained, files: Path, tmp_path: Path, rejected: Rejected) -> None:
+    runs = trained.grid_run.workspace.runs
+    filled = arguments.format(empty=tmp_path, runs=runs, files=files, trial=trained.folder)
+    message = rejected("evaluate", *filled.split())
+    assert message.startswith("san: ") and len(message.splitlines()) == 1
+    assert all(word in message for word in words), message
 
 
 def test_rejects_runs_whose_checkpoints_are_elsewhere(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_san: San
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejected: Rejected
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.grid_run.workspace.tracking_uri)
-    for name in (run_of(trained), f"models:/{MODEL}/1"):
-        code, _, err = run_san("evaluate", name, "--runs", tmp_path)
-        assert code == 2
-        assert err.startswith(f"san: {name}: ") and trained.grid_run.trials[0].key in err and str(tmp_path) in err
+    for name in (trained.result.run_id, f"models:/{MODEL}/1"):
+        message = rejected("evaluate", name, "--runs", tmp_path)
+        assert message.startswith(f"san: {name}: ")
+        assert trained.trial.key in message and str(tmp_path) in message
 
 
 def test_existing_file_takes_precedence_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

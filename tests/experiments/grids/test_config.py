@@ -1,20 +1,15 @@
 """No numeric field of a config accepts a boolean."""
 
-from __future__ import annotations
-
 import itertools
 import typing
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 import san
-from experiments.errors import UserError
 from experiments.grids.config import ModelConfig, Strict, TrialConfig, model_errors
-from experiments.grids.expand import expand
 from experiments.grids.grid import Grid
 from san.models import model_spec
 
@@ -69,17 +64,3 @@ def test_rejects_a_boolean_for_a_number_of_a_model(variant: str) -> None:
         for value in with_booleans():
             model = ModelConfig.model_validate({"name": variant, field: value})
             assert [path for path, _ in model_errors(model, 224)] == [f"model.{field}"], (field, value)
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("seeds: [0, true]", "seeds[1]: must be a number, not true"),
-        ("base: {model: {depths: [2, true, 2, 4]}}", "row a: model.depths: must be a list of numbers, not [2, true, 2, 4]"),
-    ],
-)
-def test_error_in_a_grid_names_the_place(key: str, message: str, write_grid: Callable[[str], Path]) -> None:
-    path = write_grid(f"{{question: q, rows: [{{id: a, model: {{name: resnet26}}}}], {key}}}")
-    with pytest.raises(UserError) as wrong:
-        expand(path, "digits", (), ())
-    assert str(wrong.value) == f"{path}: {message}"

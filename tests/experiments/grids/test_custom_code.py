@@ -1,7 +1,5 @@
 """The key of a trial depends on the files of relations that a user has added."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Grids: expansion is pure, every mistake is named with its path."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import dedent
 
@@ -14,6 +12,7 @@ from experiments.grids.expand import expand as expand_grid
 from experiments.grids.grid import Trial
 from experiments.paper.tables import EPOCHS, INPUT_SIZE, paper_rows, table_names
 from experiments.runner.grid_run import open_grid_run
+from tests.experiments.conftest import SMALL_GRID, WriteGrid
 
 GRIDS = [path for path in sorted(GRIDS_DIR.glob("*.yaml")) if path.stem not in ("epochs", "pretrained")]
 """The grids of the paper's tables."""
@@ -26,12 +25,15 @@ def error_message(call: Callable[[], object]) -> str:
 
 
 def expand(path: Path, *overrides: str, profile: str = "digits") -> dict[str, Trial]:
-    checked = expanded(path, *overrides, profile=profile).configs
-    return {row: Trial(path.stem, profile, row, 0, config, "digest") for row, config in checked.items()}
+    checked = expanded(path, *overrides, profile=profile)
+    return {
+        row: Trial(path.stem, profile, row, 0, config, "digest", imports=checked.imports)
+        for row, config in checked.configs.items()
+    }
 
 
-def expanded(path: Path, *overrides: str, profile: str = "digits") -> Expanded:
-    return expand_grid(path, profile, overrides, table_names())
+def expanded(path: Path, *overrides: str, profile: str = "digits", imports: Sequence[str] = ()) -> Expanded:
+    return expand_grid(path, profile, overrides, table_names(), imports=imports)
 
 
 @pytest.mark.parametrize("profile", ["digits", "folder", "imagenet", "imagenet-1gpu", "imagenet-fast"])
@@ -40,7 +42,7 @@ def test_every_grid_has_the_rows_of_its_table(profile: str) -> None:
         assert list(expand(path, profile=profile)) == list(paper_rows(path.stem))
 
 
-def test_layers_profile_base_row_override(write_grid: Callable[[str], Path]) -> None:
+def test_layers_profile_base_row_override(write_grid: WriteGrid) -> None:
     path = write_grid("""
         question: Which layer wins?
         table: footprint
@@ -57,23 +59,23 @@ def test_layers_profile_base_row_override(write_grid: Callable[[str], Path]) -> 
     assert a.config.data.size == 24  # from the profile
 
 
-def test_key_depends_only_on_what_affects_the_result(small_grid: Path) -> None:
-    keys = {row: trial.key for row, trial in expand(small_grid).items()}
-    assert keys == {row: trial.key for row, trial in expand(small_grid).items()}
+def test_key_depends_only_on_what_affects_the_result() -> None:
+    keys = {row: trial.key for row, trial in expand(SMALL_GRID).items()}
+    assert keys == {row: trial.key for row, trial in expand(SMALL_GRID).items()}
     assert len(set(keys.values())) == 3
-    assert expand(small_grid, "data.source=shards", "data.root=elsewhere")["pairwise_3"].key == keys["pairwise_3"]
+    assert expand(SMALL_GRID, "data.source=shards", "data.root=elsewhere")["pairwise_3"].key == keys["pairwise_3"]
     places = ("data.root=elsewhere", "data.lists=elsewhere", "data.val_split_seed=1")
     settings = ("resources.workers=2", "engine.zero_stage=2", "engine.compile=true", "engine.deterministic=true")
     for same in (*places, *settings, "data.synthetic_classes=10", "data.synthetic_per_class=10", "resources.cpus=2"):
-        assert expand(small_grid, same)["pairwise_3"].key == keys["pairwise_3"], same
+        assert expand(SMALL_GRID, same)["pairwise_3"].key == keys["pairwise_3"], same
     for other in ("recipe.lr=0.01", "data.flip=true", "model.width_mult=1"):
-        assert expand(small_grid, other)["pairwise_3"].key != keys["pairwise_3"], other
-    first = expand(small_grid)["pairwise_3"]
+        assert expand(SMALL_GRID, other)["pairwise_3"].key != keys["pairwise_3"], other
+    first = expand(SMALL_GRID)["pairwise_3"]
     seeds = [Trial(first.grid, first.profile, first.row, seed, first.config, "digest") for seed in (0, 1)]
     assert [seed.name for seed in seeds] == ["pairwise_3", "pairwise_3-seed1"]
     assert seeds[0].key != seeds[1].key
     assert Trial(first.grid, first.profile, first.row, 0, first.config, "other images").key != first.key
-    files = [expand(small_grid, f"recipe.init={path}")["pairwise_3"].config for path in ("/a.pt", "/b.pt")]
+    files = [expand(SMALL_GRID, f"recipe.init={path}")["pairwise_3"].config for path in ("/a.pt", "/b.pt")]
     one, moved = (Trial("g", "digits", "a", 0, config, "digest", "content") for config in files)
     changed = Trial("g", "digits", "a", 0, files[0], "digest", "other content")
     assert one.key == moved.key
@@ -88,7 +90,7 @@ def test_key_depends_only_on_what_affects_the_result(small_grid: Path) -> None:
         ("name: san10_patchwise, depths: [2, 1, 2, 4, 1]", "depths: [2, 1, 2, 4, 1], name: san10_patchwise, mapping: LRL"),
     ],
 )
-def test_equal_models_have_equal_keys(one: str, other: str, write_grid: Callable[[str], Path]) -> None:
+def test_equal_models_have_equal_keys(one: str, other: str, write_grid: WriteGrid) -> None:
     path = write_grid(f"{{question: q, rows: [{{id: a, model: {{{one}}}}}, {{id: b, model: {{{other}}}}}]}}")
     a, b = expand(path).values()
     assert a.key == b.key
@@ -130,7 +132,7 @@ def test_imagenet_profile_has_the_setting_of_the_paper() -> None:
             assert trial.config.model.spec().num_stages is None and trial.config.model.spec().width_mult == 1
 
 
-def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]) -> None:
+def test_product_multiplies_every_row_in_order(write_grid: WriteGrid) -> None:
     path = write_grid("""
         question: Does the best learning rate depend on the footprint?
         base: {recipe: {lr: 9.0, momentum: 0.5}}
@@ -161,29 +163,12 @@ def test_product_multiplies_every_row_in_order(write_grid: Callable[[str], Path]
         ("model.name: [resnet26], model.num_stages: [2, 3]", ["nameresnet26-num_stages2", "nameresnet26-num_stages3"]),
     ],
 )
-def test_product_needs_no_rows(product: str, ids: list[str], write_grid: Callable[[str], Path]) -> None:
+def test_product_needs_no_rows(product: str, ids: list[str], write_grid: WriteGrid) -> None:
     assert list(expand(write_grid(f"{{question: q, product: {{{product}}}}}"))) == ids
 
 
-MISTAKES = {
-    "product": (
-        """
-        rows: [{id: a, model: {name: resnet26, footprint: 3}}]
-        product:
-          lr: [0.1]
-          resources.workers: [1, 2]
-          recipe.lr.x: [1]
-          data.flip: []
-          model.footprint: [3, 5]
-        """,
-        [
-            "product.lr: ",
-            "product.resources.workers: ",
-            "product.recipe.lr.x: ",
-            "product.data.flip: empty list",
-            "product.model.footprint: also set in row a",
-        ],
-    ),
+# By the step that finds them.
+MISTAKES: dict[str, tuple[str, list[str]]] = {
     "file": (
         """
         foo: 1
@@ -197,6 +182,19 @@ MISTAKES = {
             "rows[1].id: ",
             "seeds[0]: ",
             "product.rec",
+        ],
+    ),
+    "product": (
+        """
+        rows: [{id: a, model: {name: resnet26, footprint: 3}}]
+        product: {lr: [0.1], resources.workers: [1, 2], recipe.lr.x: [1], data.flip: [], model.footprint: [3, 5]}
+        """,
+        [
+            "product.lr: ",
+            "product.resources.workers: ",
+            "product.recipe.lr.x: ",
+            "product.data.flip: empty list",
+            "product.model.footprint: also set in row a",
         ],
     ),
     "rows": (
@@ -229,7 +227,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("step", MISTAKES)
-def test_lists_every_mistake_of_a_step_once(step: str, write_grid: Callable[[str], Path]) -> None:
+def test_lists_every_mistake_of_a_step_once(step: str, write_grid: WriteGrid) -> None:
     text, expected = MISTAKES[step]
     path = write_grid("question: What is wrong?\n" + dedent(text))
     lines = error_message(lambda: expand(path)).splitlines()
@@ -238,12 +236,12 @@ def test_lists_every_mistake_of_a_step_once(step: str, write_grid: Callable[[str
     assert len(lines) == len(expected)
 
 
-def test_full_size_models_follow_row_and_override_not_profile(small_grid: Path) -> None:
-    spec = expanded(small_grid, "model.footprint=5").full_size["pairwise_3"].spec()
+def test_full_size_models_follow_row_and_override_not_profile() -> None:
+    spec = expanded(SMALL_GRID, "model.footprint=5").full_size["pairwise_3"].spec()
     assert (spec.footprint, spec.num_stages, spec.width_mult) == (5, None, 1.0)  # type: ignore[attr-defined]
 
 
-def test_merge_keys_follow_yaml(write_grid: Callable[[str], Path]) -> None:
+def test_merge_keys_follow_yaml(write_grid: WriteGrid) -> None:
     path = write_grid("""
         question: Who repeats it?
         rows:
@@ -263,7 +261,7 @@ def test_merge_keys_follow_yaml(write_grid: Callable[[str], Path]) -> None:
     }
 
 
-def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: Callable[..., Path]) -> None:
+def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: WriteGrid) -> None:
     write_grid("question: q\nseeds: [1, 2]\nrows: [{id: a, model: {name: resnet26}}]", "parent.yaml")
     path = write_grid("extends: parent.yaml\nbase: {recipe: {epochs: 3}}\nseeds: [3]")
     grid = expanded(path).grid
@@ -271,7 +269,7 @@ def test_grid_takes_missing_keys_from_the_grid_it_extends(write_grid: Callable[.
     assert expand(path)["a"].config.recipe.epochs == 3
 
 
-def test_rows_have_seeds_of_their_own(write_grid: Callable[..., Path], tmp_path: Path) -> None:
+def test_rows_have_seeds_of_their_own(write_grid: WriteGrid, tmp_path: Path) -> None:
     path = write_grid(
         "question: q\nseeds: [1, 2]\nproduct: {recipe.lr: [0.1, 0.2]}\n"
         "rows: [{id: a, model: {name: resnet26}, seeds: [5]}, {id: b, model: {name: resnet38}}]"
@@ -282,33 +280,31 @@ def test_rows_have_seeds_of_their_own(write_grid: Callable[..., Path], tmp_path:
     assert {trial.seed for trial in open_grid_run(path, "digits", (), tmp_path / "runs", seeds=1).trials} == {0}
 
 
-def test_profile_extends_another(small_grid: Path) -> None:
-    paper, one = (expand(small_grid, profile=name)["pairwise_3"].config for name in ("imagenet", "imagenet-1gpu"))
+def test_profile_extends_another() -> None:
+    paper, one = (expand(SMALL_GRID, profile=name)["pairwise_3"].config for name in ("imagenet", "imagenet-1gpu"))
     assert one.data == paper.data
     assert (one.resources.workers, one.recipe.grad_accum_steps) == (1, 8)
     assert one.recipe.batch_size // one.recipe.grad_accum_steps == paper.recipe.batch_size // paper.resources.workers == 32
-    fast = expand(small_grid, profile="imagenet-fast")["pairwise_3"].config.recipe
+    fast = expand(SMALL_GRID, profile="imagenet-fast")["pairwise_3"].config.recipe
     assert (fast.lr_used, fast.precision, fast.warmup_epochs) == (pytest.approx(0.4), "bfloat16", 5)
 
 
 PROFILE = "extends: folder\ndata: {root: photos}\nrecipe: {epochs: 7}\n"
 
 
-def test_profile_can_be_a_file_whose_paths_are_relative_to_it(
-    small_grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profile_can_be_a_file_whose_paths_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "laptop.yaml").write_text(PROFILE)
     (tmp_path / "mine" / "longer.yaml").write_text("extends: laptop.yaml\nrecipe: {epochs: 9}\n")
     monkeypatch.chdir(tmp_path)
     for name, epochs in (("laptop", 7), ("longer", 9)):
-        config = expand(small_grid, profile=f"mine/{name}.yaml")["pairwise_3"].config
+        config = expand(SMALL_GRID, profile=f"mine/{name}.yaml")["pairwise_3"].config
         assert (config.data.root, config.recipe.epochs) == (str(tmp_path / "mine" / "photos"), epochs)
         assert config.data.size == 64
 
 
 def test_relative_paths_of_grid_and_overrides_are_relative_to_the_current_folder(
-    write_grid: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = write_grid("question: q\nbase: {data: {source: folder, root: here}}\nrows: [{id: a, model: {name: resnet26}}]")
@@ -356,6 +352,8 @@ PLOT = "plot: {x: model.footprint, series: model.name, label: l}"
         ("question: q\nrows: [{id: a, model: {name: resnet26, width_mult: 0.5x}}]", 'model.width_mult: .*"0.5x"'),
         ("question: q\nrows: [{id: a, model: {name: san10_pairwise, width_mult: 0.25}}]", "not divisible by group_size=8"),
         ("question: q\nrows: [{id: a, model: {}}]", "model.name: missing"),
+        (f"question: q\nseeds: [0, true]\nrows: [{MODEL}]", r"seeds\[1\]: must be a number, not true"),
+        (f"question: q\nbase: {{model: {{depths: [2, true]}}}}\nrows: [{MODEL}]", "row a: model.depths: .*not .2, true"),
         (f"question: q\nbase: {{data: {{source: folder}}}}\nrows: [{MODEL}]", "row a: data.source: folder needs data.root"),
     ],
 )
@@ -363,6 +361,27 @@ def test_rejects_a_broken_file(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "grid.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=message):
+        expand(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "stopping", "message"),
+    [
+        ("table: footprint, rows: [{id: pairwise_3, model: {name: resnet26}}]", "grace_epochs: 1", ".*table 'footprint'"),
+        ("product: {model.name: [resnet26], recipe.epochs: [4, 8]}", "grace_epochs: 1", ".*4 in row .* and 8 in row"),
+        (f"rows: [{MODEL}]", "grace_epochs: 18", ".*recipe.epochs=18"),
+        (f"rows: [{MODEL}]", "grace_epochs: 0", ".grace_epochs: .*not 0"),
+        (f"rows: [{MODEL}]", "grace_epochs: 1, reduction: 1", ".reduction: .*not 1"),
+        (
+            f"base: {{recipe: {{validate_every_n_epochs: 2}}}}, rows: [{MODEL}]",
+            "grace_epochs: 1",
+            ".*validation after each epoch",
+        ),
+    ],
+)
+def test_rejects_early_stopping(rows: str, stopping: str, message: str, write_grid: WriteGrid) -> None:
+    path = write_grid(f"{{question: q, {rows}, early_stopping: {{{stopping}}}}}")
+    with pytest.raises(UserError, match=f"^{path}: early_stopping{message}"):
         expand(path)
 
 
@@ -384,19 +403,19 @@ def test_rejects_a_broken_file(text: str, message: str, tmp_path: Path) -> None:
         (["recipe.layer_decay=2"], "recipe.layer_decay: "),
     ],
 )
-def test_rejects_an_override(overrides: list[str], message: str, small_grid: Path) -> None:
-    assert message in error_message(lambda: expand(small_grid, *overrides))
+def test_rejects_an_override(overrides: list[str], message: str) -> None:
+    assert message in error_message(lambda: expand(SMALL_GRID, *overrides))
 
 
-def test_rejects_an_override_of_a_product_axis(write_grid: Callable[[str], Path]) -> None:
+def test_rejects_an_override_of_a_product_axis(write_grid: WriteGrid) -> None:
     path = write_grid("{question: q, rows: [{id: a, model: {name: resnet26}}], product: {recipe.lr: [0.1, 0.2]}}")
     assert "product.recipe.lr: cannot be changed by override" in error_message(lambda: expand(path, "recipe.lr=0.5"))
 
 
-def test_rejects_a_profile_that_is_unknown_or_has_the_name_of_ours(small_grid: Path, tmp_path: Path) -> None:
+def test_rejects_a_profile_that_is_unknown_or_has_the_name_of_ours(tmp_path: Path) -> None:
     for name in ("laptop", "../grids/footprint"):
-        message = error_message(lambda name=name: expand(small_grid, profile=name))
+        message = error_message(lambda name=name: expand(SMALL_GRID, profile=name))
         assert f"{name!r}" in message and "imagenet-1gpu" in message
     (tmp_path / "digits.yaml").write_text(PROFILE)
     mine = str(tmp_path / "digits.yaml")
-    assert f"{mine}: the project has a profile" in error_message(lambda: expand(small_grid, profile=mine))
+    assert f"{mine}: the project has a profile" in error_message(lambda: expand(SMALL_GRID, profile=mine))

@@ -1,22 +1,18 @@
 """Files of the user in grids: they register rows, travel to workers as source, and are part of keys."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import cloudpickle
 import pytest
 
 from experiments.grids.config import PROJECT_DIR
-from experiments.grids.expand import expand as expand_grid
-from experiments.grids.grid import Trial
-from experiments.paper.tables import table_names
 from san.models.registry import VARIANTS
 from san.nn.relation import PAIRWISE
-from tests.experiments.grids.test_grid import error_message
+from tests.experiments.grids.test_grid import error_message, expand, expanded
 
 FILE = """\
 import san
@@ -44,30 +40,19 @@ rows:
 
 @pytest.fixture
 def grid(tmp_path: Path) -> Iterator[Path]:
-    models, relations = dict(VARIANTS), dict(PAIRWISE)
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "mine.py").write_text(FILE)
     path = tmp_path / "mine.yaml"
     path.write_text(GRID)
-    yield path
+    with patch.dict(VARIANTS), patch.dict(PAIRWISE):
+        yield path
     for name in [name for name in sys.modules if name.startswith("san_import_")]:
         del sys.modules[name]
-    for registry, before in ((VARIANTS, models), (PAIRWISE, relations)):
-        registry.clear()
-        registry.update(before)  # type: ignore[arg-type]
-
-
-def trials(path: Path, *overrides: str, imports: tuple[str, ...] = ()) -> dict[str, Trial]:
-    expanded = expand_grid(path, "digits", overrides, table_names(), imports=imports)
-    return {
-        row: Trial(path.stem, "digits", row, 0, config, "digest", imports=expanded.imports)
-        for row, config in expanded.configs.items()
-    }
 
 
 def test_rows_use_what_a_file_registers(grid: Path) -> None:
     """A model from elsewhere does not get the stages and the width that the profile gives to this project's networks."""
-    made = trials(grid)
+    made = expand(grid)
     assert made["relation"].config.model.spec().build(10).num_classes == 10
     assert made["model"].config.model.overrides == {"width": 4}
     assert made["ours"].config.model.overrides["width_mult"] == 0.5
@@ -77,26 +62,26 @@ def test_grid_that_extends_another_finds_its_imports(grid: Path) -> None:
     (grid.parent / "below").mkdir()
     below = grid.parent / "below" / "other.yaml"
     below.write_text("extends: ../mine.yaml\nquestion: And here?\n")
-    assert trials(below)["model"].imports == trials(grid)["model"].imports
+    assert expand(below)["model"].imports == expand(grid)["model"].imports
 
 
 def test_option_imports_a_file_besides_those_of_the_grid(grid: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(FILE.replace('"tiny"', '"other"'))
     grid.write_text(GRID.replace("name: tiny", "name: other"))
-    assert [file.name for file in trials(grid, imports=(str(other),))["model"].imports] == ["mine", "other"]
+    assert [file.name for file in expanded(grid, imports=[str(other)]).imports] == ["mine", "other"]
 
 
 def test_key_depends_on_the_source_of_the_rows_that_use_it(grid: Path) -> None:
-    before = {row: trial.key for row, trial in trials(grid).items()}
+    before = {row: trial.key for row, trial in expand(grid).items()}
     (grid.parent / "code" / "mine.py").write_text(f"{FILE}\n# another version\n")
-    after = {row: trial.key for row, trial in trials(grid).items()}
+    after = {row: trial.key for row, trial in expand(grid).items()}
     assert {row for row in before if before[row] != after[row]} == {"relation", "model"}
 
 
 def test_worker_needs_only_the_trial(grid: Path) -> None:
     """On another node, the file itself does not exist. The key is the same there."""
-    trial, twin = trials(grid)["model"], trials(grid)["model"]
+    trial, twin = expand(grid)["model"], expand(grid)["model"]
     (grid.parent / "code" / "mine.py").unlink()
     code = """
 import sys, pickle
@@ -124,5 +109,5 @@ def test_file_that_cannot_be_imported_is_named(content: str | None, reason: str,
     file.unlink()
     if content is not None:
         file.write_text(content)
-    message = error_message(lambda: trials(grid))
+    message = error_message(lambda: expand(grid))
     assert message.startswith(f"{file}: cannot be imported") and reason in message

@@ -1,7 +1,5 @@
 """The profiles compare what the paper compares."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,8 +1,5 @@
 """Grids with invented results for the tests of reports."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,10 +15,10 @@ from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint, Origin
 from experiments.training.metrics import RunningEpoch
 from san import Complexity
+from tests.experiments.conftest import OpenGrid, WriteGrid
 from tests.experiments.samples import EPOCH
 
 QUESTION = "Is 5 < 7 & 'so' <script>document.title = 'hacked'</script><b>on</b>?"
-
 
 GRID = f"""
     question: "{QUESTION}"
@@ -35,16 +32,8 @@ GRID = f"""
       - {{id: patchwise_3, model: {{name: san10_patchwise, footprint: 3}}}}
       - {{id: patchwise_5, model: {{name: san10_patchwise, footprint: 5}}}}
 """
-
-
-TOPS = {
-    "resnet26": 90.0,
-    "san10_pairwise": 92.0,
-    "resnet26_3": 90.0,
-    "pairwise_3": 92.0,
-    "pairwise_5": 94.0,
-    "patchwise_3": 95.0,
-}
+TOPS = {"resnet26_3": 90.0, "pairwise_3": 92.0, "pairwise_5": 94.0, "patchwise_3": 95.0}
+TOPS |= {"resnet26": 90.0, "san10_pairwise": 92.0}
 
 
 class _Reader(HTMLParser):
@@ -56,17 +45,12 @@ class _Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.builder.start(tag, {name: value or "" for name, value in attrs})
+        self.open.append(tag)
         if tag in ("meta", "link", "br"):
-            self.builder.end(tag)
-        else:
-            self.open.append(tag)
+            self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert tag == self.open.pop(), f"line {self.getpos()[0]}"
-        self.builder.end(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.builder.start(tag, {name: value or "" for name, value in attrs})
         self.builder.end(tag)
 
     def handle_data(self, data: str) -> None:
@@ -95,11 +79,11 @@ def rows_of_table(page: ElementTree.Element, section: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def finished_job(write_grid: Callable[[str, str], Path], runs: Path) -> Callable[..., GridRun]:
+def finished_job(write_grid: WriteGrid, runs: Path) -> OpenGrid:
     """Makes a grid run of five rows and two seeds. One row is unfinished, and another one lacks a seed."""
 
-    def make(*overrides: str, grid: str = GRID, profile: str = "digits") -> GridRun:
-        grid_run = open_grid_run(write_grid(grid, "invented.yaml"), profile, overrides, runs, seeds=2)
+    def make(grid: str = GRID) -> GridRun:
+        grid_run = open_grid_run(write_grid(grid, "invented.yaml"), "digits", (), runs, seeds=2)
         grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
         for trial in grid_run.trials:
             if trial.row not in TOPS or (trial.row, trial.seed) == ("pairwise_5", 1):
@@ -130,11 +114,15 @@ def save_untrained(grid_run: GridRun, trial: Trial) -> Path:
     return path
 
 
-def tabled(grid_run: GridRun, tops: dict[str, float]) -> list[TableRow]:
-    """The table of a grid run whose named rows are finished with this top-1."""
-    results = {
+def finished(grid_run: GridRun, tops: dict[str, float]) -> dict[str, Result]:
+    """Results of a grid run whose named rows are finished with this top-1."""
+    return {
         trial.key: Result("run", True, {"val/top1": tops[trial.row], "val/top5": 99.0})
         for trial in grid_run.trials
         if trial.row in tops
     }
-    return table_rows(grid_run, results)
+
+
+def tabled(grid_run: GridRun, tops: dict[str, float]) -> list[TableRow]:
+    """The table of such a grid run."""
+    return table_rows(grid_run, finished(grid_run, tops))

@@ -1,7 +1,5 @@
 """`san attention --html`: the weights on the page, and the errors of its options."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.evaluation.attention import compute_all_attention, open_image
-from tests.experiments.conftest import San
+from tests.experiments.conftest import Rejected, San
 from tests.experiments.drivers import PATIENCE
 from tests.experiments.evaluation.test_attention import files, opened  # noqa: F401
 from tests.experiments.report.conftest import read_page, text_of
@@ -70,7 +68,6 @@ def test_script_shows_the_weights_of_the_pixel_in_the_middle(files: Path, tmp_pa
         (("--html", "missing/page.html"), "missing/page.html: cannot write"),
     ],
 )
-def test_rejects(options: tuple[str, ...], words: str, files: Path, run_san: San) -> None:  # noqa: F811
-    code, _, err = run_san("attention", files / "san10_pairwise.pt", files / "colours.png", "--profile", "digits", *options)
-    assert code == 2
-    assert words in err
+def test_rejects(options: tuple[str, ...], words: str, files: Path, rejected: Rejected) -> None:  # noqa: F811
+    command = ("attention", files / "san10_pairwise.pt", files / "colours.png", "--profile", "digits")
+    assert words in rejected(*command, *options)

@@ -1,23 +1,21 @@
 """The rows of tables: means, intervals, and differences from the paper."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.config import PROJECT_DIR
+from experiments.grids.expand import GRIDS_DIR
 from experiments.paper.tables import paper_numbers
 from experiments.report import interval
 from experiments.report.data import grid_measurements, measurements, table_rows
 from experiments.report.tables import ACCURACY, csv_text, grid_table, protocol_table
 from experiments.runner.grid_run import open_grid_run
 from experiments.tracking import Result
+from tests.experiments.conftest import SMALL_GRID, WriteGrid
 from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
 
@@ -32,9 +30,9 @@ def test_params_and_flops_match_the_paper(path: Path, tmp_path: Path) -> None:
         assert f"{line.params:.1f} {line.flops:.1f}" == printed, line.id  # its count is 2.046, but the paper prints 2.1
 
 
-def test_difference_if_the_training_matches_the_paper(small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path) -> None:
+def test_difference_if_the_training_matches_the_paper(folder_of_1000_classes: Path, tmp_path: Path) -> None:
     root = f"data.root={folder_of_1000_classes}"
-    lines = tabled(open_grid_run(small_grid, "imagenet", [root, "recipe.batch_size=128"], tmp_path), {"resnet26_3": 75.0})
+    lines = tabled(open_grid_run(SMALL_GRID, "imagenet", [root, "recipe.batch_size=128"], tmp_path), {"resnet26_3": 75.0})
     assert [line.difference for line in lines] == [None, pytest.approx(-1.0), None]
     assert " -1.0 |" in grid_table(lines).markdown()
 
@@ -50,11 +48,11 @@ def test_difference_if_the_training_matches_the_paper(small_grid: Path, folder_o
     ],
 )
 def test_no_difference_if_the_training_differs_from_the_paper(
-    profile: str, overrides: tuple[str, ...], small_grid: Path, folder_of_1000_classes: Path, tmp_path: Path
+    profile: str, overrides: tuple[str, ...], folder_of_1000_classes: Path, tmp_path: Path
 ) -> None:
-    open_grid_run(small_grid, "digits", (), tmp_path)  # writes the digits if they are missing
+    open_grid_run(SMALL_GRID, "digits", (), tmp_path)  # writes the digits if they are missing
     filled = [override.format(folder=folder_of_1000_classes) for override in overrides]
-    grid_run = open_grid_run(small_grid, profile, filled, tmp_path)
+    grid_run = open_grid_run(SMALL_GRID, profile, filled, tmp_path)
     assert {line.difference for line in tabled(grid_run, {"resnet26_3": 75.0})} == {None}
     first = PROTOCOLS["rotation"].conditions[0]
     metrics = {"val/top1": 1.0, "val/top5": 2.0} | first.metrics({"top1": 1.0, "top5": 2.0})
@@ -64,7 +62,7 @@ def test_no_difference_if_the_training_differs_from_the_paper(
     assert {cell.difference for cell in cells} == {None} and any(cell.paper and cell.ours for cell in cells)
 
 
-def test_averages_seeds(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+def test_averages_seeds(write_grid: WriteGrid, tmp_path: Path) -> None:
     path = write_grid("""
         question: Does chance matter?
         table: footprint
@@ -103,7 +101,7 @@ def test_interval_of_a_difference() -> None:
     assert interval.of_difference([92.0, 92.0], [91.0, 91.0]) is None  # equal values do not prove certainty
 
 
-def test_model_too_large_for_the_images_of_the_paper_has_no_counts(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+def test_model_too_large_for_the_images_of_the_paper_has_no_counts(write_grid: WriteGrid, tmp_path: Path) -> None:
     path = write_grid("""
         question: Too large for the last stage?
         table: footprint
@@ -115,9 +113,7 @@ def test_model_too_large_for_the_images_of_the_paper_has_no_counts(write_grid: C
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_table_of_the_paper_has_every_number_and_row(name: Any, tmp_path: Path) -> None:
-    grid_run = open_grid_run(
-        PROJECT_DIR / "experiments" / "grids" / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path
-    )
+    grid_run = open_grid_run(GRIDS_DIR / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path)
     assert grid_run.grid.robustness == grid_run.grid.table == name
     columns = [f"{c.name}_{number}" for c in PROTOCOLS[name].conditions for number in c.numbers]
     paper = paper_numbers(name)

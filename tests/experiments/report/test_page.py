@@ -1,9 +1,6 @@
 """The page of a grid: well-formed, with the right numbers, and without links to elsewhere."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,9 +20,8 @@ from experiments.report.data import GridReport, shown_rows, table_rows
 from experiments.report.page import commands_for_row, page
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
-from experiments.tracking import Result
-from tests.experiments.conftest import San
-from tests.experiments.report.conftest import QUESTION, read_page, rows_of_table, save_untrained, text_of
+from tests.experiments.conftest import OpenGrid, San, WriteGrid
+from tests.experiments.report.conftest import QUESTION, finished, read_page, rows_of_table, save_untrained, text_of
 
 GRID_OF_PROTOCOL = """
     question: q
@@ -39,7 +35,7 @@ GRID_OF_PROTOCOL = """
 DASH = "\N{EN DASH}"
 
 
-def test_page_of_a_grid(finished_job: Callable[..., GridRun], tmp_path: Path, run_san: San) -> None:
+def test_page_of_a_grid(finished_job: OpenGrid, tmp_path: Path, run_san: San) -> None:
     grid_run = finished_job()
     first = grid_run.trials[0]
     results = known_results(grid_run)
@@ -99,19 +95,12 @@ def test_page_of_a_grid(finished_job: Callable[..., GridRun], tmp_path: Path, ru
     ]
 
 
-def test_large_grids_show_only_the_best_rows(
-    write_grid: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes explain which rows have curves, labels and commands."""
     monkeypatch.setattr(data, "MOST_ROWS", 3)
     rows = [{"id": f"row{number}", "model": {"name": "resnet26"}, "recipe": {"lr": 0.1 + number}} for number in range(6)]
     grid_run = open_grid_run(write_grid(yaml.safe_dump({"question": "q", "rows": rows})), "digits", (), tmp_path)
-    tops = (50.0, 90.0, 70.0, None, 80.0, 60.0)
-    results = {
-        trial.key: Result("run", True, {"val/top1": top1, "val/top5": 99.0})
-        for trial, top1 in zip(grid_run.trials, tops, strict=True)
-        if top1
-    }
+    results = finished(grid_run, {"row0": 50.0, "row1": 90.0, "row2": 70.0, "row4": 80.0, "row5": 60.0})
     lines = table_rows(grid_run, results)
     kept = ["row1", "row2", "row4"]
     assert shown_rows(lines) == kept
@@ -144,12 +133,7 @@ def test_large_grids_show_only_the_best_rows(
     ],
 )
 def test_protocol_table(
-    protocol: ProtocolName,
-    names: list[str],
-    measured: list[str],
-    unmeasured: list[str],
-    finished_job: Callable[..., GridRun],
-    tmp_path: Path,
+    protocol: ProtocolName, names: list[str], measured: list[str], unmeasured: list[str], finished_job: OpenGrid, tmp_path: Path
 ) -> None:
     """Two conditions are measured, for one of two seeds of the first row."""
     grid_run = finished_job(grid=GRID_OF_PROTOCOL.format(protocol))
@@ -169,16 +153,13 @@ def test_protocol_table(
     assert "resnet26: 80.0 % of 90.0 %" in charts[0].get("aria-label", "")
 
 
-def test_links_runs_on_a_server(finished_job: Callable[..., GridRun], tmp_path: Path) -> None:
-    grid_run = finished_job()
-    results = known_results(grid_run)
-    workspace = replace(grid_run.workspace, tracking_uri="https://runs.example.org/")
-    tracker = grid_run.tracker
-    path = tmp_path / "page.html"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GridRun, "tracker", property(lambda grid_run: tracker))
-        write_page(replace(grid_run, workspace=workspace), results, path)
+def test_links_runs_on_a_server(finished_job: OpenGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid_run, path = finished_job(), tmp_path / "page.html"
+    results, tracker = known_results(grid_run), grid_run.tracker
     result = results[grid_run.trials[0].key]
+    monkeypatch.setattr(GridRun, "tracker", property(lambda grid_run: tracker))
+    workspace = replace(grid_run.workspace, tracking_uri="https://runs.example.org/")
+    write_page(replace(grid_run, workspace=workspace), results, path)
     place = f"https://runs.example.org/#/experiments/{result.experiment_id}/runs/{result.run_id}"
     assert f'<a href="{place}"><code>{result.run_id}</code></a>' in path.read_text()
 
@@ -190,11 +171,7 @@ def test_commands_for_a_row_train_the_same_trials(protocol: str, tmp_path: Path)
     path.write_text(f'question: "{QUESTION}"\n{protocol}\nrows: {rows}\n')
     grid_run = open_grid_run(path, "digits", ("recipe.lr=0.05",), tmp_path / "runs", seeds=2)
     for row in ("one", "two"):
-        found = re.fullmatch(
-            r"cat > (\S+) <<'END'\n(.*)END\n(.*)",
-            commands_for_row(grid_run, row),
-            re.DOTALL,
-        )
+        found = re.fullmatch(r"cat > (\S+) <<'END'\n(.*)END\n(.*)", commands_for_row(grid_run, row), re.DOTALL)
         assert found is not None
         file, text, command = found.groups()
         assert command == f"san run {file} --profile digits recipe.lr=0.05"

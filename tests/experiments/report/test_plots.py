@@ -1,20 +1,19 @@
 """Charts: readable labels, and PNG files."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
+from experiments.grids.expand import GRIDS_DIR
 from experiments.report.charts import save_plot, short_names
 from experiments.report.plots import LETTER, LINE, WIDTH, Chart, Point, Series, svg
-from experiments.runner.grid_run import GridRun, open_grid_run
-from tests.experiments.grids.test_grid import GRIDS
+from experiments.runner.grid_run import open_grid_run
+from tests.experiments.conftest import OpenGrid
 from tests.experiments.report.conftest import tabled
 
 
@@ -37,7 +36,7 @@ def test_labels_do_not_cover_each_other(places: list[tuple[float, float]]) -> No
     ("is_plot", "has_paper", "half_width"), [(True, True, 0.5), (True, False, None), (False, True, None), (False, False, 0.5)]
 )
 def test_draws_ours_next_to_the_paper(
-    is_plot: bool, has_paper: bool, half_width: float | None, open_small_grid: Callable[..., GridRun], tmp_path: Path
+    is_plot: bool, has_paper: bool, half_width: float | None, open_small_grid: OpenGrid, tmp_path: Path
 ) -> None:
     grid_run = open_small_grid()
     lines = tabled(grid_run, {"resnet26_3": 97.0, "pairwise_3": 96.0})
@@ -46,27 +45,18 @@ def test_draws_ours_next_to_the_paper(
         lines = [dataclasses.replace(line, paper_top1=None) for line in lines]
     path = tmp_path / "plot.png"
     save_plot(grid_run.grid.plot if is_plot else None, grid_run.trials, lines, "Title", path)
-    width, _ = png_size(path)
     assert path.stat().st_size > 10_000
-    assert (width > 1000) == has_paper  # two panels
+    assert (Image.open(path).width > 1000) == has_paper  # two panels
 
 
 def test_plot_grows_with_the_number_of_rows(tmp_path: Path) -> None:
     heights = {}
     for name in ("position", "footprint"):
-        (grid,) = (path for path in GRIDS if path.stem == name)
-        grid_run = open_grid_run(grid, "digits", (), tmp_path)
+        grid_run = open_grid_run(GRIDS_DIR / f"{name}.yaml", "digits", (), tmp_path)
         lines = tabled(grid_run, {trial.row: 90.0 for trial in grid_run.trials})
         save_plot(None, grid_run.trials, lines, "Title", tmp_path / f"{name}.png")
-        _, heights[len(lines)] = png_size(tmp_path / f"{name}.png")
+        heights[len(lines)] = Image.open(tmp_path / f"{name}.png").height
     assert heights[13] - heights[3] > 10 * 30
-
-
-def png_size(path: Path) -> tuple[int, int]:
-    """Width and height in pixels, from the header of the file."""
-    head = path.read_bytes()[:24]
-    assert head.startswith(b"\x89PNG")
-    return int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
 
 
 @pytest.mark.parametrize(

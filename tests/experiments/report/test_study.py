@@ -1,25 +1,22 @@
 """The study: claims of the paper, verdicts, and the page."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
 import pytest
 
+from experiments.grids.expand import GRIDS_DIR
 from experiments.paper.tables import Claim, paper_claims, paper_rows
 from experiments.report.interval import Interval
 from experiments.report.study import Finding, Section, findings, section_of, write_study
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking import Result
-from tests.experiments.grids.test_grid import GRIDS
 
 TABLES = ("relation", "mapping", "transformation", "footprint", "position")
 
 
-def opened(table: str, runs: Path, *overrides: str) -> GridRun:
-    (path,) = (path for path in GRIDS if path.stem == table)
-    return open_grid_run(path, "digits", overrides, runs, 3)
+def opened(table: str, runs: Path) -> GridRun:
+    return open_grid_run(GRIDS_DIR / f"{table}.yaml", "digits", (), runs, seeds=3)
 
 
 def invented(grid_run: GridRun, tops: dict[str, list[float]]) -> Section:

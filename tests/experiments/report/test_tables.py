@@ -1,11 +1,8 @@
 """Tables as text, Markdown, LaTeX and CSV."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,12 +12,12 @@ from hypothesis import strategies as st
 import san
 from experiments.report.data import TableRow, table_rows
 from experiments.report.tables import Table, csv_text, grid_table
-from experiments.runner.grid_run import GridRun, open_grid_run
-from experiments.tracking import Result
+from experiments.runner.grid_run import open_grid_run
+from tests.experiments.conftest import OpenGrid, WriteGrid
 from tests.experiments.report.conftest import tabled
 
 
-def test_unfinished_rows_have_dashes(open_small_grid: Callable[..., GridRun]) -> None:
+def test_unfinished_rows_have_dashes(open_small_grid: OpenGrid) -> None:
     text = grid_table(tabled(open_small_grid(), {"resnet26_3": 97.25})).text()
     heading, _, pairwise, resnet, _ = text.splitlines()
     assert "difference" not in heading
@@ -36,9 +33,9 @@ SWEEP = """
 """
 
 
-def test_swept_values_are_columns_and_the_x_axis(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+def test_swept_values_are_columns_and_the_x_axis(write_grid: WriteGrid, tmp_path: Path) -> None:
     grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
-    lines = table_rows(grid_run, {grid_run.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})})
+    lines = tabled(grid_run, {"footprint3-lr0.1": 97.25})
     heading, _, first, *_ = grid_table(lines).text().splitlines()
     assert heading.split()[:3] == ["row", "footprint", "lr"]
     assert first.split()[:3] == ["footprint3-lr0.1", "3", "0.1"]
@@ -48,7 +45,7 @@ def test_swept_values_are_columns_and_the_x_axis(write_grid: Callable[[str], Pat
     assert (grid_run.grid.plot and (grid_run.grid.plot.x, grid_run.grid.plot.series)) == ("model.footprint", "recipe.lr")
 
 
-def test_grid_without_a_table_counts_the_trained_models(write_grid: Callable[[str], Path], tmp_path: Path) -> None:
+def test_grid_without_a_table_counts_the_trained_models(write_grid: WriteGrid, tmp_path: Path) -> None:
     grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
     spec = grid_run.trials[0].config.model.spec()
     counts = san.complexity(spec.build(10), 24)
@@ -57,14 +54,11 @@ def test_grid_without_a_table_counts_the_trained_models(write_grid: Callable[[st
     assert grid_table([first]).text().split()[-2:] == [f"{first.params:.3g}", f"{1000 * first.flops:.1f}"]
 
 
-def test_top5_is_left_out_for_five_classes(
-    write_grid: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_top5_is_left_out_for_five_classes(write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
-    results = {grid_run.trials[0].key: Result("run", True, {"val/top1": 97.25, "val/top5": 99.0})}
     for classes, is_shown in ((5, False), (6, True)):
         monkeypatch.setattr("experiments.report.data.class_count", lambda trial, classes=classes: classes)
-        assert ("top-5 ours" in grid_table(table_rows(grid_run, results)).text()) == is_shown
+        assert ("top-5 ours" in grid_table(tabled(grid_run, {"footprint3-lr0.1": 97.25})).text()) == is_shown
 
 
 ROWS = [("row_a", "top-1, %"), (r"50 % & $x$ {#1} \a ~ ^", "97.2 ± 0.4")]

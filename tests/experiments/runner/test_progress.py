@@ -1,7 +1,5 @@
 """Progress of a sweep and of a count, on terminals and in logs."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -1,7 +1,5 @@
 """`san run` restarts Ray if one of its processes dies. Real processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

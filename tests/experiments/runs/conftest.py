@@ -1,7 +1,5 @@
 """Stores of each kind. The bucket is on an S3 server in another process."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

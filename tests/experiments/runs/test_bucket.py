@@ -1,7 +1,5 @@
 """Addresses and outages of buckets."""
 
-from __future__ import annotations
-
 import functools
 import re
 import threading
@@ -14,7 +12,7 @@ from experiments.errors import UserError
 from experiments.runs.bucket import S3Store
 from experiments.runs.store import StorageError
 from experiments.runs.workspace import open_store, open_workspace
-from tests.experiments.conftest import SMALL_GRID, San
+from tests.experiments.conftest import SMALL_GRID, Rejected
 from tests.experiments.drivers import PATIENCE
 from tests.experiments.servers import ObjectStore, free_port
 
@@ -56,35 +54,28 @@ def test_needs_a_tracking_server(bucket: S3Store, monkeypatch: pytest.MonkeyPatc
         open_workspace(bucket.address)
 
 
+@pytest.mark.usefixtures("bucket")
 @pytest.mark.parametrize(
-    ("bucket_name", "is_running", "is_allowed", "message"),
+    ("fault", "message"),
     [
-        ("nobodys", True, True, "no such bucket"),
-        ("runs", False, True, "the store does not answer"),
-        ("runs", True, False, "rejected the credentials; check AWS_ACCESS_KEY"),
+        ("missing", "no such bucket"),
+        ("away", "the store does not answer"),
+        ("locked", "rejected the credentials; check AWS_ACCESS_KEY"),
     ],
 )
 def test_rejects_an_unusable_bucket_before_anything_starts(
-    bucket_name: str,
-    is_running: bool,
-    is_allowed: bool,
-    message: str,
-    server: ObjectStore,
-    bucket: S3Store,
-    monkeypatch: pytest.MonkeyPatch,
-    run_san: San,
+    fault: str, message: str, server: ObjectStore, monkeypatch: pytest.MonkeyPatch, rejected: Rejected
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    address = server.uri("prefix", bucket_name)
-    if not is_running:
+    address = server.uri("prefix", "nobodys" if fault == "missing" else "runs")
+    if fault == "away":
         address = address.replace(f":{server.port}", f":{free_port()}")
-    server.refuse(not is_allowed)
+    server.refuse(fault == "locked")
     try:
-        code, _, err = run_san("run", SMALL_GRID, "--runs", address)
+        found = rejected("run", SMALL_GRID, "--runs", address)
     finally:
         server.refuse(wanted=False)
-    assert code == 2
-    assert err.startswith("san: s3://") and message in err and len(err.splitlines()) == 1
+    assert found.startswith("san: s3://") and message in found and len(found.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

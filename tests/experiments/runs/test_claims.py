@@ -1,19 +1,16 @@
 """A grid has one `san run`, and a trial has one process that writes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from experiments.runner.grid_run import GridRun
 from experiments.runs import claims
 from experiments.runs.bucket import S3Store
 from experiments.runs.claims import claim_trial, claimed_trials, require_idle
 from experiments.runs.store import ClaimedError, Store
 from experiments.training.checkpoint import Checkpoints
-from tests.experiments.samples import flip_a_bit, of_step
+from tests.experiments.conftest import OpenGrid
+from tests.experiments.samples import of_step
 
 
 def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,19 +36,8 @@ def test_owner_of_a_deleted_trial_stops(store: Store) -> None:
         claim.check()
 
 
-def test_damaged_checkpoint_is_renamed_in_every_store(store: Store) -> None:
-    checkpoints = Checkpoints(store, "checkpoints/abc", "abc", 2, 600)
-    checkpoints.load()
-    for epoch in (1, 2):
-        checkpoints.save(of_step(epoch, value=1.0))
-    store.write("checkpoints/abc/epoch-0002-step-0000000.pt", flip_a_bit(of_step(2, value=1.0).as_bytes()))
-    loaded = Checkpoints(store, "checkpoints/abc", "abc", 2, 600).load()
-    assert loaded is not None and loaded.running.number == 1
-    assert "checkpoints/abc/epoch-0002-step-0000000.broken" in store.names("checkpoints/abc")
-
-
 def test_grids_share_trials_but_train_each_once(
-    store: Store, open_small_grid: Callable[..., GridRun], monkeypatch: pytest.MonkeyPatch
+    store: Store, open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trials = {trial.key: trial for trial in open_small_grid().trials}
     first, *others = trials

@@ -1,7 +1,5 @@
 """The commit and the environment of a result."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

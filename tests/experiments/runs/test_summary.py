@@ -1,7 +1,5 @@
 """`summary.csv` and `confusion.csv`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from experiments.runs.summary import Confusion, best_of, read_ended, read_top1, summary_csv

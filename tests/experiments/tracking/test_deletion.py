@@ -1,14 +1,11 @@
 """`san delete`: runs, checkpoints and logs of trials."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, known_results
 from experiments.runs.claims import claimed_trials
-from tests.experiments.conftest import San
+from tests.experiments.conftest import OpenGrid, Printed, Rejected
 from tests.experiments.samples import finish_trial
 
 
@@ -22,46 +19,41 @@ def trained(grid_run: GridRun, trial: Trial) -> list[Path]:
     return files
 
 
-def test_deletes_one_trial_and_nothing_else(open_small_grid: Callable[..., GridRun], run_san: San) -> None:
+def test_deletes_one_trial_and_nothing_else(open_small_grid: OpenGrid, rejected: Rejected, printed: Printed) -> None:
     grid_run = open_small_grid()
     first, second = grid_run.trials[:2]
     files, kept = trained(grid_run, first), trained(grid_run, second)
     client, experiment = grid_run.tracker.client, known_results(grid_run)[first.key].experiment_id
     for trial in (first, second):
         client.create_logged_model(experiment, trial.row, tags={"san.trial": trial.key})
-    code, _, err = run_san("delete", first.key, "--runs", grid_run.workspace.runs)
-    assert code == 2
-    assert "1 runs would be deleted; add --yes" in err
+    assert "1 runs would be deleted; add --yes" in rejected("delete", first.key, "--runs", grid_run.workspace.runs)
     assert known_results(grid_run).keys() == {first.key, second.key}
-    code, out, _ = run_san("delete", first.key, "--yes", "--runs", grid_run.workspace.runs)
-    assert (code, out) == (0, "deleted 1 trials\n")
+    assert printed("delete", first.key, "--yes", "--runs", grid_run.workspace.runs) == "deleted 1 trials\n"
     assert known_results(grid_run).keys() == {second.key}
     assert [model.name for model in client.search_logged_models([experiment])] == [second.row]
     assert not any(file.exists() for file in files)
     assert all(file.exists() for file in kept)
 
 
-def test_deletes_all_trials_of_a_grid(open_small_grid: Callable[..., GridRun], run_san: San) -> None:
+def test_deletes_all_trials_of_a_grid(open_small_grid: OpenGrid, printed: Printed) -> None:
     grid_run = open_small_grid()
     for trial in grid_run.trials:
         trained(grid_run, trial)
-    assert run_san("delete", "small", "--yes", "--runs", grid_run.workspace.runs)[:2] == (0, "deleted 3 trials\n")
+    assert printed("delete", "small", "--yes", "--runs", grid_run.workspace.runs) == "deleted 3 trials\n"
     assert known_results(grid_run) == {}
 
 
-def test_refuses_trials_that_are_trained_or_wait(open_small_grid: Callable[..., GridRun], run_san: San) -> None:
+def test_refuses_trials_that_are_trained_or_wait(open_small_grid: OpenGrid, rejected: Rejected) -> None:
     grid_run = open_small_grid()
     trial = grid_run.trials[0]
     files = trained(grid_run, trial)
-    arguments = ("delete", trial.key, "--yes", "--runs", grid_run.workspace.runs)
     with claimed_trials(grid_run.workspace.store, "small-digits", {trial.key: trial}):
-        code, _, err = run_san(*arguments)
-        assert code == 2 and f"trial {trial.key} is being trained or waits" in err
+        message = rejected("delete", trial.key, "--yes", "--runs", grid_run.workspace.runs)
+    assert f"trial {trial.key} is being trained or waits" in message
     assert all(file.exists() for file in files)
     assert trial.key in known_results(grid_run)
 
 
-def test_rejects_an_unknown_name(open_small_grid: Callable[..., GridRun], run_san: San) -> None:
-    grid_run = open_small_grid()
-    _, _, err = run_san("delete", "nothing", "--yes", "--runs", grid_run.workspace.runs)
-    assert "nothing: no trial or grid with this name" in err
+def test_rejects_an_unknown_name(open_small_grid: OpenGrid, rejected: Rejected) -> None:
+    runs = open_small_grid().workspace.runs
+    assert "nothing: no trial or grid with this name" in rejected("delete", "nothing", "--yes", "--runs", runs)

@@ -1,9 +1,6 @@
 """The best weights as a logged and registered model: loadable, told of, and there once."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +19,11 @@ from experiments.tracking.registry import model_name
 from experiments.training import metric_logger
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.trainer import run_trial
+from tests.experiments.conftest import OpenGrid
 from tests.experiments.samples import silent
 
-SHORT = ("recipe.epochs=1", "recipe.batch_size=240")
+pytestmark = pytest.mark.usefixtures("process_group")
+SHORT = ("recipe.epochs=1", "recipe.batch_size=240", "data.train_per_class=30")
 
 
 def versions(grid_run: GridRun) -> list[Any]:
@@ -43,9 +42,7 @@ def best_of(grid_run: GridRun, trial: int) -> Checkpoint:
     return best
 
 
-def test_best_weights_are_registered(
-    open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_best_weights_are_registered(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     grid_run = open_small_grid(*SHORT, "recipe.ema_decay=0.5")
     trial = grid_run.trials[2]
     validated = run_trial(grid_run.workspace, trial, silent).eval()
@@ -93,11 +90,9 @@ CALLS = (
 @pytest.mark.parametrize(
     "done", [pytest.param(True, id="response lost"), pytest.param(False, id="request lost", marks=pytest.mark.slow)]
 )
-def test_trial_is_registered_once(
-    call: str, done: bool, open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_is_registered_once(call: str, done: bool, open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow fails during the registration; the logger thread and another start of the trial try again."""
-    grid_run = open_small_grid(*SHORT, "data.train_per_class=30")
+    grid_run = open_small_grid(*SHORT)
     request, fails = getattr(MlflowClient, call), [True]
 
     def lossy(*arguments: Any, **named: Any) -> Any:
@@ -117,9 +112,9 @@ def test_trial_is_registered_once(
         assert (model.status, len(model.metrics)) == (LoggedModelStatus.READY, 3)
 
 
-def test_other_trial_of_a_row_is_another_version(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
+def test_other_trial_of_a_row_is_another_version(open_small_grid: OpenGrid) -> None:
     for overrides in (SHORT, (*SHORT, "recipe.lr=0.1")):  # another trial of the row, like another seed
-        grid_run = open_small_grid(*overrides, "data.train_per_class=30")
+        grid_run = open_small_grid(*overrides)
         run_trial(grid_run.workspace, grid_run.trials[1], silent)
     assert {(version.name, version.version) for version in versions(grid_run)} == {
         ("small-digits-resnet26_3", 1),
@@ -127,10 +122,8 @@ def test_other_trial_of_a_row_is_another_version(open_small_grid: Callable[..., 
     }
 
 
-def test_store_without_a_registry_is_no_error(
-    open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grid_run = open_small_grid(*SHORT, "data.train_per_class=30")
+def test_store_without_a_registry_is_no_error(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid_run = open_small_grid(*SHORT)
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", "foo://nowhere")
     run_trial(grid_run.workspace, grid_run.trials[1], silent)
     monkeypatch.delenv("MLFLOW_REGISTRY_URI")
@@ -139,10 +132,8 @@ def test_store_without_a_registry_is_no_error(
     assert "the model was not registered: " in grid_run.workspace.log(grid_run.trials[1]).read_text()
 
 
-def test_lost_checkpoints_are_not_registered(
-    open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grid_run = open_small_grid(*SHORT, "data.train_per_class=30")
+def test_lost_checkpoints_are_not_registered(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid_run = open_small_grid(*SHORT)
     folder = grid_run.workspace.checkpoints(grid_run.trials[1])
 
     def lose(metrics: object) -> None:
@@ -158,5 +149,5 @@ def test_lost_checkpoints_are_not_registered(
 @pytest.mark.parametrize(
     ("grid", "name"), [("mine", "mine-digits-resnet26_3"), ("a b:c/d'e", "a-b-c-d-e-digits-resnet26_3"), ("x" * 300, "x" * 250)]
 )
-def test_model_name_is_valid_in_mlflow(grid: str, name: str, open_small_grid: Callable[..., GridRun]) -> None:
+def test_model_name_is_valid_in_mlflow(grid: str, name: str, open_small_grid: OpenGrid) -> None:
     assert model_name(replace(open_small_grid().trials[1], grid=grid)) == name

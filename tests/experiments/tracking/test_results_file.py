@@ -1,16 +1,13 @@
 """Results as a CSV file."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from experiments.errors import UserError
-from experiments.runner.grid_run import GridRun
 from experiments.tracking import Result
 from experiments.tracking.results_file import add_results, read_results
+from tests.experiments.conftest import OpenGrid
 
 METRICS = {"val/top1": 71.25, "val/top5": 97.5, "val/loss": 1.0625, "train/loss": 1.125, "summary/images_per_second": 240.5}
 
@@ -19,7 +16,7 @@ def result(finished: bool = True) -> Result:
     return Result("run", finished, METRICS, seconds=93.0, ended=1_700_000_000.0)
 
 
-def test_finished_trials_are_read_as_they_were_added(open_small_grid: Callable[..., GridRun], tmp_path: Path) -> None:
+def test_finished_trials_are_read_as_they_were_added(open_small_grid: OpenGrid, tmp_path: Path) -> None:
     path, trials = tmp_path / "kept.csv", open_small_grid().trials
     assert read_results(path) == {}
     add_results(path, trials, {trials[0].key: result(), trials[1].key: result(finished=False)})
@@ -32,7 +29,7 @@ def test_finished_trials_are_read_as_they_were_added(open_small_grid: Callable[.
         assert (one.finished, one.metrics, one.seconds, one.ended) == (True, METRICS, 93.0, 1_700_000_000.0)
 
 
-def test_edited_file_is_named_with_its_line(open_small_grid: Callable[..., GridRun], tmp_path: Path) -> None:
+def test_edited_file_is_named_with_its_line(open_small_grid: OpenGrid, tmp_path: Path) -> None:
     path, trials = tmp_path / "kept.csv", open_small_grid().trials
     add_results(path, trials[:1], {trials[0].key: result()})
     path.write_text(path.read_text() + "abc,def\n")

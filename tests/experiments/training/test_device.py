@@ -1,7 +1,5 @@
 """The device of a trial, and the error messages if it is not available. The GPUs are fakes, so none is needed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -63,11 +61,7 @@ def test_reference_operators_on_a_gpu_need_an_option(gpu: None, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("engine", "where", "tf32", "channels_last"),
-    [
-        ((), "cuda", "true", "true"),
-        ((), "cpu", "false", "false"),
-        (("engine.zero_stage=1",), "cuda", "true", "false"),
-    ],
+    [((), "cuda", "true", "true"), ((), "cpu", "false", "false"), (("engine.zero_stage=1",), "cuda", "true", "false")],
     ids=str,
 )
 def test_defaults_depend_on_the_device(engine: tuple[str, ...], where: str, tf32: str, channels_last: str, gpu: None) -> None:
@@ -109,8 +103,8 @@ def test_out_of_memory_error_names_numbers_and_remedies(error: Exception, monkey
         assert found.value is error
         return
     assert isinstance(found.value, UserError)
-    for part in ("22.5 of 24.0 GiB", "128 images", "grad_accum_steps=4 (processes 64 images", "precision=bfloat16"):
-        assert part in str(found.value)
+    parts = ("22.5 of 24.0 GiB", "128 images", "grad_accum_steps=4 (processes 64 images", "precision=bfloat16")
+    assert all(part in str(found.value) for part in parts), found.value
 
 
 def test_number_of_threads_is_set() -> None:

@@ -1,7 +1,5 @@
 """The engine: its options, and saving and loading of its state."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path
@@ -16,6 +14,7 @@ from experiments.grids.config import EngineConfig, RecipeConfig
 from experiments.training.engine import Engine, numerics
 from tests.experiments.processes import together
 
+pytestmark = pytest.mark.usefixtures("process_group")
 RECIPE = RecipeConfig(epochs=2, batch_size=8, lr=0.5, momentum=0.9, weight_decay=1e-2, label_smoothing=0.1)
 
 
@@ -33,12 +32,7 @@ def convolution() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 4, 4))
 
 
-@pytest.fixture
-def engine(process_group: None) -> Engine:
-    return Engine(network(), RECIPE, steps=3, micro_batch=8)
-
-
-def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     # Large inputs make large gradients, which show whether DeepSpeed clips them at 1.0, its default.
     return [(50 * torch.randn(8, 6, generator=generator), torch.arange(8) % 4) for _ in range(6)]
@@ -48,8 +42,8 @@ def maps() -> list[tuple[Tensor, Tensor]]:
     return [(images.repeat(1, 8).view(8, 3, 4, 4), labels) for images, labels in batches()]
 
 
-def test_engine_trains_like_plain_torch(engine: Engine) -> None:
-    plain = network()
+def test_engine_trains_like_plain_torch() -> None:
+    engine, plain = Engine(network(), RECIPE, steps=3, micro_batch=8), network()
     sgd = torch.optim.SGD(plain.parameters(), lr=RECIPE.lr, momentum=0.9, weight_decay=1e-2)
     for step, (x, labels) in enumerate(batches()):
         sgd.param_groups[0]["lr"] = RECIPE.lr * (1 + math.cos(math.pi * step / 6)) / 2
@@ -83,7 +77,7 @@ def train_on_a_half(rank: int, zero_stage: int) -> tuple[list[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_workers_train_like_one(zero_stage: int, process_group: None, tmp_path: Path) -> None:
+def test_two_workers_train_like_one(zero_stage: int, tmp_path: Path) -> None:
     """Gradients and BatchNorm's statistics are the mean over the workers."""
     alone = Engine(perceptron(), recipe(), 3, 8)
     for images, labels in batches()[:3]:
@@ -95,7 +89,7 @@ def test_two_workers_train_like_one(zero_stage: int, process_group: None, tmp_pa
 
 
 @pytest.mark.slow
-def test_several_models_can_be_compiled_in_one_process(process_group: None) -> None:
+def test_several_models_can_be_compiled_in_one_process() -> None:
     """A process may train many trials, and torch limits how often it compiles the same code."""
     x, labels = batches()[0]
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
@@ -103,7 +97,7 @@ def test_several_models_can_be_compiled_in_one_process(process_group: None) -> N
             Engine(model, RECIPE, steps=3, micro_batch=8, config=EngineConfig(compile=True)).train_step(x, labels)
 
 
-def test_ema_averages_weights_and_statistics(process_group: None) -> None:
+def test_ema_averages_weights_and_statistics() -> None:
     engine = Engine(network(), recipe(ema_decay=0.8), 3, 8)
     mean: dict[str, Tensor] | None = None
     for step, batch in enumerate(batches()):
@@ -118,7 +112,7 @@ def test_ema_averages_weights_and_statistics(process_group: None) -> None:
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_accumulated_gradients_equal_the_gradients_of_the_whole_batch(parts: int, process_group: None) -> None:
+def test_accumulated_gradients_equal_the_gradients_of_the_whole_batch(parts: int) -> None:
     """For a model without BatchNorm. Three parts of eight images have different sizes."""
     whole, cut = (Engine(perceptron(), recipe(grad_accum_steps=n), 3, 8 // n) for n in (1, parts))
     for images, labels in batches():
@@ -128,7 +122,7 @@ def test_accumulated_gradients_equal_the_gradients_of_the_whole_batch(parts: int
         torch.testing.assert_close(ours, theirs)
 
 
-def test_bfloat16_does_not_affect_stored_tensors_and_validation(process_group: None) -> None:
+def test_bfloat16_does_not_affect_stored_tensors_and_validation() -> None:
     exact, rounded = Engine(network(), recipe(), 3, 8), Engine(network(), recipe(precision="bfloat16"), 3, 8)
     batch = batches()[0]
     first, second = (float(engine.train_step(*batch)[0]) for engine in (exact, rounded))
@@ -141,28 +135,27 @@ def test_bfloat16_does_not_affect_stored_tensors_and_validation(process_group: N
     assert rounded.model(images).dtype == torch.float32
 
 
-OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "warmup_epochs": ({"warmup_epochs": 0.7}, {}),
-    "mixup": ({"mixup_alpha": 0.4}, {}),
-    "cutmix": ({"cutmix_alpha": 1.0}, {}),
-    "ema": ({"ema_decay": 0.9}, {}),
-    "grad_accum_steps": ({"grad_accum_steps": 3}, {}),
-    "bfloat16": ({"precision": "bfloat16"}, {}),
-    "zero1": ({}, {"zero_stage": 1}),
-    "zero2": ({}, {"zero_stage": 2}),
-    "zero2_without_momentum": ({"momentum": 0.0}, {"zero_stage": 2}),
-    "compile": ({}, {"compile": True}),
-    "several": ({"mixup_alpha": 0.4, "ema_decay": 0.9, "grad_accum_steps": 2, "precision": "bfloat16"}, {"zero_stage": 2}),
-}
-"""Options of the recipe and of the engine."""
+OPTIONS = [
+    pytest.param({}, {}, id="plain"),
+    pytest.param({"warmup_epochs": 0.7}, {}, id="warmup"),
+    pytest.param({"mixup_alpha": 0.4}, {}, id="mixup"),
+    pytest.param({"cutmix_alpha": 1.0}, {}, id="cutmix"),
+    pytest.param({"ema_decay": 0.9}, {}, id="average"),
+    pytest.param({"grad_accum_steps": 3}, {}, id="accumulation"),
+    pytest.param({"precision": "bfloat16"}, {}, id="bfloat16"),
+    pytest.param({}, {"zero_stage": 1}, id="zero1"),
+    pytest.param({}, {"zero_stage": 2}, id="zero2"),
+    pytest.param({"momentum": 0.0}, {"zero_stage": 2}, id="zero2 without momentum"),
+    pytest.param({}, {"compile": True}, id="compiled", marks=pytest.mark.slow),
+    pytest.param(
+        {"mixup_alpha": 0.4, "ema_decay": 0.9, "grad_accum_steps": 2, "precision": "bfloat16"}, {"zero_stage": 2}, id="several"
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "compile" else name for name in OPTIONS]
-)
-def test_state_round_trip(name: str, process_group: None, tmp_path: Path) -> None:
-    options, how = recipe(**OPTIONS[name][0]), EngineConfig(**OPTIONS[name][1])
+@pytest.mark.parametrize(("of_recipe", "of_engine"), OPTIONS)
+def test_state_round_trip(of_recipe: dict[str, Any], of_engine: dict[str, Any], tmp_path: Path) -> None:
+    options, how = recipe(**of_recipe), EngineConfig(**of_engine)
     first = Engine(convolution(), options, 3, 8, how)
     losses = [first.train_step(*batch)[0] for batch in maps()[:2]]
     torch.save(first.state_dict(), tmp_path / "state.pt")
@@ -178,7 +171,7 @@ def test_state_round_trip(name: str, process_group: None, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
-def test_state_can_be_loaded_with_another_zero_stage(before: int, after: int, process_group: None) -> None:
+def test_state_can_be_loaded_with_another_zero_stage(before: int, after: int) -> None:
     options = recipe()
     first, plain = (Engine(network(), options, 3, 8, EngineConfig(zero_stage=stage)) for stage in (before, 0))
     for batch in batches()[:2]:
@@ -194,7 +187,7 @@ def test_state_can_be_loaded_with_another_zero_stage(before: int, after: int, pr
     assert second.lr == plain.lr
 
 
-def test_channels_last_gives_the_same_results(process_group: None) -> None:
+def test_channels_last_gives_the_same_results() -> None:
     first, second = (
         Engine(convolution(), recipe(ema_decay=0.5), 3, 8, EngineConfig(channels_last=wanted)) for wanted in (False, True)
     )

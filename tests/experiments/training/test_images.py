@@ -1,7 +1,5 @@
 """The images of a trial: sources, splits, errors, and two workers of which one lists the images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +8,12 @@ import pytest
 
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
-from experiments.runner.grid_run import GridRun
 from experiments.training import images as images_module
 from experiments.training.images import data_digest, loaders, open_data, open_split
 from pipelines import DataError, Dataset
 from pipelines.datasets.manifest import write_list
 from pipelines.datasets.pack import pack
-from tests.experiments.conftest import SMALL_GRID, image_data
+from tests.experiments.conftest import SMALL_GRID, OpenGrid, image_data
 from tests.experiments.grids.test_grid import expand
 from tests.experiments.processes import together
 
@@ -137,7 +134,7 @@ def test_first_worker_lists_the_images_for_all_workers(
         assert [result.startswith("DataError") and error in result for result in results] == [True, True], results
 
 
-def test_rejects_a_batch_larger_than_the_dataset(open_small_grid: Callable[..., GridRun]) -> None:
+def test_rejects_a_batch_larger_than_the_dataset(open_small_grid: OpenGrid) -> None:
     with pytest.raises(UserError, match=r"recipe\.batch_size: must be at most the number of training images, 1437, not 100000"):
         open_small_grid("recipe.batch_size=100000")
 

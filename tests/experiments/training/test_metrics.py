@@ -1,15 +1,15 @@
 """Accuracy counts every image once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from experiments.training.metrics import Accuracy
 
+pytestmark = pytest.mark.usefixtures("process_group")
 
-def test_accuracy_counts_images_not_batches(process_group: None) -> None:
+
+def test_accuracy_counts_images_not_batches() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(37, 9, generator=generator), torch.randint(9, (37,), generator=generator)
     accuracy = Accuracy(torch.device("cpu"))
@@ -23,7 +23,7 @@ def test_accuracy_counts_images_not_batches(process_group: None) -> None:
     assert top5 == pytest.approx(100 * int((ranks < 5).sum()) / 37)
 
 
-def test_accuracy_with_fewer_than_five_classes(process_group: None) -> None:
+def test_accuracy_with_fewer_than_five_classes() -> None:
     accuracy = Accuracy(torch.device("cpu"))
     accuracy.add(torch.eye(3), torch.tensor([0, 1, 0]))
     accuracy.add(torch.eye(3)[:1], torch.tensor([1]))

@@ -1,7 +1,5 @@
 """Fine-tuning: initial weights from files of each kind, frozen parts, learning rates by part."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from experiments.training.checkpoint import Checkpoint
 from experiments.training.pretrained import init_digest, initialize
 from experiments.training.trainer import run_trial
 from san.models.base import BaseModel
-from tests.experiments.conftest import HELD_OUT, Trained
+from tests.experiments.conftest import HELD_OUT, Trained, WriteGrid
 from tests.experiments.samples import SHORT, silent
 
 FIELDS: dict[str, Any] = {"num_stages": 2, "width_mult": 0.5, "footprint": 3}
@@ -85,7 +83,7 @@ def test_rejects_files_that_are_missing_changed_or_run_code(tmp_path: Path) -> N
 
 
 def test_frozen_parts_keep_weights_and_statistics(
-    write_grid: Callable[[str], Path], runs: Path, tmp_path: Path, process_group: None
+    write_grid: WriteGrid, runs: Path, tmp_path: Path, process_group: None
 ) -> None:
     theirs = network(1)
     san.save_checkpoint(theirs, tmp_path / "a.pt")

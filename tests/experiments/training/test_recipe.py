@@ -1,9 +1,6 @@
 """Learning rate, mixup and weight averaging, and the checks of a recipe."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +13,9 @@ from torch.nn.functional import cross_entropy, one_hot
 
 import san
 from experiments.errors import UserError
-from experiments.runner.grid_run import GridRun, open_grid_run
+from experiments.runner.grid_run import open_grid_run
 from experiments.training.recipe import cutmix, erased, mixed, mixup, optimizer, schedule
-from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.conftest import SMALL_GRID, OpenGrid
 from tests.experiments.grids.test_grid import error_message, expand
 from tests.experiments.training.test_engine import batches, network, recipe
 
@@ -145,50 +142,35 @@ def test_without_mixup_and_erasing_no_random_number_is_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_mlflow_run_has_the_learning_rate_and_the_numbers_of_workers(open_small_grid: Callable[..., GridRun]) -> None:
+def test_mlflow_run_has_the_learning_rate_and_the_numbers_of_workers(open_small_grid: OpenGrid) -> None:
     for workers in (1, 1, 2, 1):
         grid_run = open_small_grid(f"resources.workers={workers}", "recipe.batch_size=64")
         run = grid_run.tracker.open(grid_run.trials[0])
     assert grid_run.tracker.client.get_run(run.run_id).data.tags["san.workers"] == "1,2,1"
-    grid_run.tracker.client.log_param(
-        run.run_id, "resources.workers", 7
-    )  # from a worker that was killed while it described the run
+    # From a worker that was killed while it described the run.
+    grid_run.tracker.client.log_param(run.run_id, "resources.workers", 7)
     run.describe(grid_run.trials[0], san.complexity(grid_run.trials[0].config.model.spec().build(10), 24))
     params = grid_run.tracker.client.get_run(run.run_id).data.params
     assert (params["recipe.lr"], params["recipe.lr_used"], params["recipe.ema_decay"]) == ("0.2", "0.4", "0.0")
     assert params["resources.workers"] == "7"
 
 
-OFF = (
-    "warmup_epochs=0",
-    "mixup_alpha=0",
-    "cutmix_alpha=0",
-    "drop_path=0",
-    "ema_decay=0",
-    "grad_accum_steps=1",
-    "precision=float32",
-    "sync_batchnorm=false",
-)
-OFF += ("lr_batch_size=null", "optimizer=sgd", "nesterov=false", "decay=all", "random_erasing=0")
-ON = (
-    "warmup_epochs=1",
-    "mixup_alpha=0.2",
-    "cutmix_alpha=1",
-    "drop_path=0.1",
-    "ema_decay=0.9",
-    "grad_accum_steps=2",
-    "precision=bfloat16",
-    "lr_batch_size=16",
-)
-ON += ("batch_size=64", "optimizer=adamw", "nesterov=true", "decay=weights", "random_erasing=0.1")
+OFF = """
+    warmup_epochs=0 mixup_alpha=0 cutmix_alpha=0 drop_path=0 ema_decay=0 grad_accum_steps=1 precision=float32
+    sync_batchnorm=false lr_batch_size=null optimizer=sgd nesterov=false decay=all random_erasing=0
+"""
+ON = """
+    warmup_epochs=1 mixup_alpha=0.2 cutmix_alpha=1 drop_path=0.1 ema_decay=0.9 grad_accum_steps=2 precision=bfloat16
+    lr_batch_size=16 batch_size=64 optimizer=adamw nesterov=true decay=weights random_erasing=0.1
+"""
 
 
 def test_options_at_their_defaults_do_not_change_the_key() -> None:
     def key(*overrides: str) -> str:
         return expand(SMALL_GRID, *(f"recipe.{override}" for override in overrides))["resnet26_3"].key
 
-    assert [option for option in OFF if key(option) != key()] == []
-    assert len({key(), *map(key, ON)}) == len(ON) + 1
+    assert [option for option in OFF.split() if key(option) != key()] == []
+    assert len({key(), *map(key, ON.split())}) == len(ON.split()) + 1
     assert key("lr=0.1", "lr_batch_size=16") == key(), "only the scaled rate is part of the key"
 
 

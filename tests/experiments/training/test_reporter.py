@@ -1,18 +1,15 @@
 """Reports of a trial's progress."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from experiments.runner.grid_run import GridRun
 from experiments.runs.store import LocalStore
 from experiments.training import reporter
 from experiments.training.checkpoint import best_in
 from experiments.training.reporter import Throttle
+from tests.experiments.conftest import OpenGrid
 from tests.experiments.processes import ended, reports, start, weights
 from tests.experiments.runner.test_progress import Clock
 from tests.experiments.samples import without_times
@@ -23,12 +20,7 @@ def test_short_epochs_are_reported_only_at_their_end() -> None:
     throttle = Throttle(10, clock)
     assert throttle.is_due(is_last_step=False)  # the first step
     throttle.step_done()
-    for seconds, is_last_step, due in (
-        (9, False, False),
-        (0, True, False),
-        (2, False, True),
-        (0, True, True),
-    ):
+    for seconds, is_last_step, due in ((9, False, False), (0, True, False), (2, False, True), (0, True, True)):
         clock.now += seconds
         assert throttle.is_due(is_last_step) == due
     throttle.epoch_done()
@@ -49,7 +41,7 @@ def never() -> None:
 
 
 @pytest.mark.slow
-def test_reports_do_not_change_the_result(open_small_grid: Callable[..., GridRun]) -> None:
+def test_reports_do_not_change_the_result(open_small_grid: OpenGrid) -> None:
     """Three epochs of four steps each, with a check and a report after each step, or almost none."""
     grid_run = open_small_grid(
         "recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20", "checkpointing.check_every_n_steps=1"
@@ -64,12 +56,8 @@ def test_reports_do_not_change_the_result(open_small_grid: Callable[..., GridRun
     for rank in (0, 1):
         sent = [(report["epoch"], report.get("step")) for report in reports(grid_run.workspace, rank)]
         assert sent == [(epoch + (step is None), step) for epoch in range(3) for step in (1, 2, 3, 4, None)]
-        assert [(report["epoch"], report.get("step")) for report in reports(quiet, rank)] == [
-            (0, 1),
-            (1, None),
-            (2, None),
-            (3, None),
-        ]
+        few = [(report["epoch"], report.get("step")) for report in reports(quiet, rank)]
+        assert few == [(0, 1), (1, None), (2, None), (3, None)]
         other = weights(quiet, rank)
         for name, value in weights(grid_run.workspace, rank).items():
             assert torch.equal(value, other[name]), name

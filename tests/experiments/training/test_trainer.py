@@ -1,11 +1,9 @@
 """Whole trials; those that are killed run in separate processes."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -18,10 +16,12 @@ from experiments.training.checkpoint import Checkpoint
 from experiments.training.engine import Engine
 from experiments.training.metrics import Scores
 from experiments.training.trainer import run_trial
-from tests.experiments.conftest import Trained
+from tests.experiments.conftest import OpenGrid, Place, Trained
 from tests.experiments.drivers import PATIENCE
 from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.samples import ALWAYS, SHORT, silent, without_times
+
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def resnet(grid_run: GridRun) -> Trial:
@@ -50,19 +50,12 @@ def test_killed_trial_resumes_with_identical_weights(
     world: int,
     kills: list[Kill],
     options: tuple[str, ...],
-    open_small_grid: Callable[..., GridRun],
-    place: Callable[[str], Workspace],
+    open_small_grid: OpenGrid,
+    place: Place,
 ) -> None:
-    recipe = (
-        "recipe.mixup_alpha=0.2",
-        "recipe.cutmix_alpha=1",
-        "recipe.drop_path=0.2",
-        "recipe.augment=trivial",
-        "recipe.ema_decay=0.9",
-        "recipe.grad_accum_steps=2",
-        "engine.deterministic=true",
-    )
-    trial = resnet(open_small_grid(*SHORT, *ALWAYS, *recipe, *options))
+    regularization = ("mixup_alpha=0.2", "cutmix_alpha=1", "drop_path=0.2", "augment=trivial")
+    recipe = [f"recipe.{option}" for option in (*regularization, "ema_decay=0.9", "grad_accum_steps=2")]
+    trial = resnet(open_small_grid(*SHORT, *ALWAYS, *recipe, "engine.deterministic=true", *options))
     whole = place("whole")
     assert ended(start(whole, trial, world)) == [0] * world
     averaged = newest(whole, trial).engine["average"]
@@ -85,9 +78,7 @@ def test_killed_trial_resumes_with_identical_weights(
 
 
 @pytest.mark.slow
-def test_trial_resumes_with_another_number_of_workers_and_zero_stage(
-    open_small_grid: Callable[..., GridRun], place: Callable[[str], Workspace]
-) -> None:
+def test_trial_resumes_with_another_number_of_workers_and_zero_stage(open_small_grid: OpenGrid, place: Place) -> None:
     trial, alone = (resnet(open_small_grid(*SHORT, *ALWAYS, f"engine.zero_stage={stage}")) for stage in (2, 0))
     assert trial.key == alone.key
     workspace = place("runs2")
@@ -103,7 +94,7 @@ def test_trial_resumes_with_another_number_of_workers_and_zero_stage(
     assert (finished.workers, len(finished.history)) == (1, 2)
 
 
-def test_validates_every_few_epochs_and_after_the_last(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
+def test_validates_every_few_epochs_and_after_the_last(open_small_grid: OpenGrid) -> None:
     grid_run = open_small_grid(*SHORT, "recipe.epochs=5", "recipe.validate_every_n_epochs=2")
     trial = grid_run.trials[0]
     run_trial(grid_run.workspace, trial, silent)
@@ -116,7 +107,7 @@ def test_validates_every_few_epochs_and_after_the_last(open_small_grid: Callable
     assert [metric.value for metric in logged["train/top1"]] == [epoch.train_top1 for epoch in history]
 
 
-def test_non_finite_loss_stops_the_trial(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
+def test_non_finite_loss_stops_the_trial(open_small_grid: OpenGrid) -> None:
     """It is found at the next check. The message names the step. The thread that logs metrics ends."""
     grid_run = open_small_grid(
         *SHORT, "recipe.lr=1e30", "checkpointing.check_every_n_steps=3", "checkpointing.checkpoint_every_n_minutes=1e-9"
@@ -126,9 +117,7 @@ def test_non_finite_loss_stops_the_trial(open_small_grid: Callable[..., GridRun]
     assert "metric-logger" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_non_finite_validation_loss_is_not_saved(
-    open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_non_finite_validation_loss_is_not_saved(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
     grid_run = open_small_grid(*SHORT)
     trial = grid_run.trials[0]
     monkeypatch.setattr("experiments.training.trainer.evaluate", lambda *arguments: Scores(float("nan"), 10.0, 50.0, 360, None))
@@ -138,9 +127,7 @@ def test_non_finite_validation_loss_is_not_saved(
     assert not grid_run.tracker.results()[trial.key].metrics.keys() & {"val/loss", "val/top1"}
 
 
-def test_non_finite_weights_are_not_saved(
-    open_small_grid: Callable[..., GridRun], process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_non_finite_weights_are_not_saved(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of the second step is finite, but the weights after it are not."""
     grid_run = open_small_grid(*SHORT, *ALWAYS)
     trial = grid_run.trials[0]
@@ -172,9 +159,7 @@ def hang_in_the_second_step() -> None:
 
 @pytest.mark.slow  # test_watchdog.py covers one worker
 @pytest.mark.parametrize("world", [1, 2])
-def test_hanging_worker_is_ended(
-    world: int, open_small_grid: Callable[..., GridRun], place: Callable[[str], Workspace]
-) -> None:
+def test_hanging_worker_is_ended(world: int, open_small_grid: OpenGrid, place: Place) -> None:
     trial = resnet(open_small_grid(*SHORT, *ALWAYS, "checkpointing.hang_timeout_minutes=0.3"))
     workspace = place("hangs")
     workers = start(workspace, trial, world, body=hang_in_the_second_step)
@@ -188,7 +173,7 @@ def test_hanging_worker_is_ended(
     assert newest(workspace, trial).running.steps == 1
 
 
-def test_results_are_logged_to_mlflow(open_small_grid: Callable[..., GridRun], process_group: None) -> None:
+def test_results_are_logged_to_mlflow(open_small_grid: OpenGrid) -> None:
     grid_run = open_small_grid("recipe.epochs=1", "recipe.batch_size=480")
     trial, client = grid_run.trials[0], grid_run.tracker.client
     reports: list[Mapping[str, float]] = []
@@ -207,12 +192,8 @@ def test_results_are_logged_to_mlflow(open_small_grid: Callable[..., GridRun], p
     assert metrics["summary/images_per_second"] == pytest.approx(result["train/images_per_second"])
     assert metrics["summary/training_hours"] * 3600 == pytest.approx(1437 / result["train/images_per_second"])
     assert {"model.name": "san10_pairwise", "data.size": "24", "recipe.epochs": "1", "seed": "0"}.items() <= params.items()
-    assert {
-        "san.trial": trial.key,
-        "san.device": "cpu",
-        "san.operators": "kernels",
-        "san.tf32": "false",
-    }.items() <= tags.items()
+    device = {"san.device": "cpu", "san.operators": "kernels", "san.tf32": "false"}
+    assert ({"san.trial": trial.key} | device).items() <= tags.items()
     assert {"san.grid", "san.row", "san.data_digest", "mlflow.parentRunId"} <= set(tags)
     artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert artifacts == {"config.yaml", "environment.txt"}

@@ -1,7 +1,5 @@
 """The watchdog ends a worker without progress."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
