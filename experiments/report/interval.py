@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 LEVEL = 0.95
@@ -37,18 +37,30 @@ def half_width(values: Sequence[float]) -> float | None:
     return _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def of_difference(better: Sequence[float], worse: Sequence[float]) -> Interval | None:
-    """The interval of a difference of means by Welch's t, which allows different variances. None for fewer than two values, and
-    if all values are equal: accuracy has discrete steps, so equal values do not mean certainty."""
-    if min(len(better), len(worse)) < 2:
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The standard deviation between seeds, estimated from several rows together, with its degrees of freedom."""
+
+    deviation: float
+    freedom: int
+
+
+def pooled(rows: Iterable[Sequence[float]]) -> Spread | None:
+    """The spread of rows whose seeds are assumed to vary alike. None if no row has two seeds, and if all seeds of each row are
+    equal: accuracy has discrete steps, so equal values do not mean certainty."""
+    several = [values for values in rows if len(values) > 1]
+    freedom = sum(len(values) - 1 for values in several)
+    squares = sum((len(values) - 1) * statistics.variance(values) for values in several)
+    return Spread(math.sqrt(squares / freedom), freedom) if squares > 0 else None
+
+
+def of_difference(better: Sequence[float], worse: Sequence[float], spread: Spread | None) -> Interval | None:
+    """The interval of a difference of means by Student's t with a pooled spread. None without a spread, and if either row has
+    fewer than two values."""
+    if spread is None or min(len(better), len(worse)) < 2:
         return None
     difference = statistics.fmean(better) - statistics.fmean(worse)
-    parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in (better, worse)]
-    square = sum(part for part, _ in parts)
-    if square == 0:
-        return None
-    freedom = square**2 / sum(part**2 / freedom for part, freedom in parts)
-    return Interval(difference, _quantile(freedom) * math.sqrt(square))
+    return Interval(difference, _quantile(spread.freedom) * spread.deviation * math.sqrt(1 / len(better) + 1 / len(worse)))
 
 
 def in_words(mean: float, values: Sequence[float], half_width: float | None, form: str = ".1f") -> str:
@@ -59,7 +71,7 @@ def in_words(mean: float, values: Sequence[float], half_width: float | None, for
     return f"{text} ({', '.join(format(value, form) for value in values)})" if len(values) == 2 else text
 
 
-def _quantile(freedom: float) -> float:
+def _quantile(freedom: int) -> float:
     from scipy import stats  # type: ignore[import-untyped, unused-ignore]
 
     return float(stats.t.ppf((1 + LEVEL) / 2, freedom))

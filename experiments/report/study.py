@@ -15,7 +15,7 @@ from experiments.paper.tables import Claim, paper_claims
 from experiments.report import interval
 from experiments.report.charts import save_plot
 from experiments.report.data import TableRow, table_rows
-from experiments.report.interval import Interval
+from experiments.report.interval import Interval, Spread
 from experiments.report.tables import ACCURACY, Table, grid_table
 from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.tracking import Result
@@ -46,7 +46,7 @@ class Finding:
     claim: Claim
     paper_gap: float
     gap: Interval | None
-    """None if either row has fewer than two finished seeds, or if all seeds are equal."""
+    """None if either row has fewer than two finished seeds, or if no row's seeds differ."""
 
     @property
     def verdict(self) -> str:
@@ -63,13 +63,23 @@ def section_of(grid_run: GridRun, results: Mapping[str, Result]) -> Section:
     return Section(grid_run, results, table_rows(grid_run, results))
 
 
-def findings(section: Section) -> list[Finding]:
+def spread_of(sections: Sequence[Section]) -> Spread | None:
+    """The standard deviation between seeds, from all rows; a model in several tables counts once."""
+    by_trials = {}
+    for section in sections:
+        finished = finished_trials(section.grid_run.trials, section.results)
+        for row in section.rows:
+            by_trials[frozenset(trial.key for trial, _ in finished if trial.row == row.id)] = row.top1_by_seed
+    return interval.pooled(by_trials.values())
+
+
+def findings(section: Section, spread: Spread | None) -> list[Finding]:
     """The paper's orderings of a section, in the order of its claims."""
     result, rows = [], {row.id: row for row in section.rows}
     for claim in paper_claims()[section.table]:
         better, worse = rows[claim.better], rows[claim.worse]
         assert better.paper_top1 is not None and worse.paper_top1 is not None, "every row of an ablation table has a top-1"
-        gap = interval.of_difference(better.top1_by_seed, worse.top1_by_seed)
+        gap = interval.of_difference(better.top1_by_seed, worse.top1_by_seed, spread)
         result.append(Finding(claim, better.paper_top1 - worse.paper_top1, gap))
     return result
 
@@ -80,8 +90,8 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
     The sections are of one profile; `train_images` and `val_images` are the sizes of its data.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = [path]
-    page = [_header(sections, train_images, val_images), _summary(sections)]
+    files, spread = [path], spread_of(sections)
+    page = [_header(sections, spread, train_images, val_images), _summary(sections, spread)]
     for section in sections:
         grid, trials = section.grid_run.grid, section.grid_run.trials
         page += [f"## {section.table.capitalize()}", grid.question]
@@ -89,12 +99,12 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
             files.append(path.with_name(f"study-{section.table}.png"))
             save_plot(grid.plot, trials, section.rows, grid.question, files[-1])
             page.append(f"![{grid.question} Our results next to those in the paper]({files[-1].name})")
-        page += [grid_table(section.rows, ACCURACY).markdown(), _orderings(findings(section))]
+        page += [grid_table(section.rows, ACCURACY).markdown(), _orderings(findings(section, spread))]
     path.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return files
 
 
-def _header(sections: Sequence[Section], train_images: int, val_images: int) -> str:
+def _header(sections: Sequence[Section], spread: Spread | None, train_images: int, val_images: int) -> str:
     trials = [trial for section in sections for trial in section.grid_run.trials]
     first, seeds = trials[0], len({trial.seed for trial in trials})
     config = first.config
@@ -105,6 +115,7 @@ def _header(sections: Sequence[Section], train_images: int, val_images: int) -> 
     cpus, gpus = resources.workers * resources.cpus, resources.workers * resources.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
     missing = f" {len(trials) - done} of {len(trials)} trials have not been trained yet." if done < len(trials) else ""
+    estimate = "" if spread is None else f" ({spread.deviation:.2f} points, {spread.freedom} degrees of freedom)"
     text = f"""\
 This study repeats the controlled experiments in the paper on small images. `san study --profile {first.profile} --seeds
 {seeds}` trains the missing trials and rewrites this page.{missing}
@@ -114,12 +125,13 @@ The profile `{first.profile}` uses {train_images:,} training and {val_images:,} 
 the last epoch. Training the {len(seconds)} distinct trials took {sum(seconds.values()) / 3600:.1f} hours in total; each trial
 used {hardware}. Rows with the same model in several tables share their runs.
 
-**How to read the results.** The value after `±` is half the width of a 95% confidence interval over seeds, from Student's t
-for a mean and from Welch's t for a gap between two means. The interval covers the randomness of training, but not the choice
-of images. An ordering in the paper is *confirmed* if the whole interval of our gap is above 0, *reversed* if it is below 0,
-and *inconclusive* otherwise; it is *open* until both rows have two seeds. By chance alone, about one interval in twenty misses
-the true gap; this is most likely for an interval that ends near 0. Where the paper says "much better", we test only "better".
-Where the paper calls settings similar, we test no ordering.
+**How to read the results.** The value after `±` is half the width of a 95% confidence interval over seeds by Student's t.
+For a gap between two rows, the standard deviation between seeds is estimated from all rows together, because two rows with
+few seeds say little about it{estimate}; this assumes that it is the same for all rows. The interval covers the randomness
+of training, but not the choice of images. An ordering in the paper is *confirmed* if the whole interval of our gap is above
+0, *reversed* if it is below 0, and *inconclusive* otherwise; it is *open* until both rows have two seeds. By chance alone,
+about one interval in twenty misses the true gap; this is most likely for an interval that ends near 0. Where the paper says
+"much better", we test only "better". Where the paper calls settings similar, we test no ordering.
 
 **Limits.** The models have only {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint,
 so footprints differ only in later stages. The last feature map is {config.data.size >> stages} pixels wide, so the larger
@@ -135,8 +147,8 @@ def _dataset(data: DataConfig) -> str:
     return names.get(name, name)
 
 
-def _summary(sections: Sequence[Section]) -> str:
-    orderings = [(section.table, finding) for section in sections for finding in findings(section)]
+def _summary(sections: Sequence[Section], spread: Spread | None) -> str:
+    orderings = [(section.table, finding) for section in sections for finding in findings(section, spread)]
     text = sum(finding.claim.source == "text" for _, finding in orderings)
     count = (
         f"The study tests {len(orderings)} orderings: {text} from the text of the paper and {len(orderings) - text} only from "

@@ -51,7 +51,7 @@ def main() -> None:
     print("|---:|---:|---:|---:|---:|")
     first = found[COUNTS[0]]
     for count, values in found.items():
-        difference = interval.of_difference(values, first) if values is not first else None
+        difference = interval.of_difference(values, first, interval.pooled([values, first])) if values is not first else None
         spread = f"{difference.middle:+.2f} ± {difference.half_width:.2f}" if difference else "-"
         print(f"| {count} | {32 // count} | {statistics.mean(values):.2f} | {statistics.stdev(values):.2f} | {spread} |")
 

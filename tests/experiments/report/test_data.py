@@ -92,13 +92,16 @@ def test_averages_seeds(write_grid: WriteGrid, tmp_path: Path) -> None:
 
 
 def test_interval_of_a_difference() -> None:
-    assert interval.of_difference([1.0, 2.0], [3.0]) is interval.of_difference([], [1.0, 2.0]) is None
-    # Variances 1 and 4 of three values each: error sqrt(5 / 3), freedom (5/3)^2 / ((1/3)^2 / 2 + (4/3)^2 / 2) = 50 / 17.
-    found = interval.of_difference([91.0, 92.0, 93.0], [86.0, 88.0, 90.0])
+    better, worse = [91.0, 92.0, 93.0], [86.0, 88.0, 90.0]
+    spread = interval.pooled([better, worse, [50.0], []])
+    assert spread is not None  # variances 1 and 4 with two degrees of freedom each
+    assert (spread.deviation, spread.freedom) == (pytest.approx(2.5**0.5), 4)
+    found = interval.of_difference(better, worse, spread)
     assert found is not None
     assert found.middle == pytest.approx(4.0)
-    assert found.half_width == pytest.approx(3.2192 * (5 / 3) ** 0.5, abs=1e-3)
-    assert interval.of_difference([92.0, 92.0], [91.0, 91.0]) is None  # equal values do not prove certainty
+    assert found.half_width == pytest.approx(2.77645 * (2.5 * 2 / 3) ** 0.5, abs=1e-3)
+    assert interval.of_difference([50.0], worse, spread) is None
+    assert interval.pooled([[92.0, 92.0], [91.0, 91.0]]) is None  # equal values do not prove certainty
 
 
 def test_model_too_large_for_the_images_of_the_paper_has_no_counts(write_grid: WriteGrid, tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from experiments.grids.expand import GRIDS_DIR
 from experiments.paper.tables import Claim, paper_claims, paper_rows
-from experiments.report.interval import Interval
-from experiments.report.study import Finding, Section, findings, section_of, write_study
+from experiments.report.interval import Interval, pooled
+from experiments.report.study import Finding, Section, findings, section_of, spread_of, write_study
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking import Result
 
@@ -65,12 +65,19 @@ def test_findings_compare_the_seeds_of_two_rows(tmp_path: Path) -> None:
     section = invented(opened("position", tmp_path), tops)
     assert {row.id: list(row.top1_by_seed) for row in section.rows} == tops
     assert [row.seeds for row in section.rows] == [3, 3, 1]
-    absolute, relative, drop = findings(section)
+    absolute, relative, drop = findings(section, spread_of([section]))
     assert (absolute.claim.better, absolute.claim.worse) == ("pairwise_absolute", "pairwise_none")
     assert absolute.paper_gap == pytest.approx(74.7 - 72.3)
     assert absolute.gap is not None and absolute.gap.middle == pytest.approx(-2.5)
     assert absolute.verdict == "reversed"
     assert relative.gap is drop.gap is None  # one seed has no spread
+
+
+def test_a_model_in_two_tables_counts_once_in_the_spread(tmp_path: Path) -> None:
+    shared, other = [80.0, 81.0], [60.0, 64.0]
+    mapping = invented(opened("mapping", tmp_path), {"pairwise_LRL": shared, "patchwise_L": other})
+    footprint = invented(opened("footprint", tmp_path), {"pairwise_7": shared})
+    assert spread_of([mapping, footprint]) == spread_of([mapping]) == pooled([shared, other])
 
 
 def test_page_has_every_table_and_finding(tmp_path: Path) -> None:
@@ -84,12 +91,12 @@ def test_page_has_every_table_and_finding(tmp_path: Path) -> None:
     files = write_study(sections, path, train_images=600, val_images=360)
     assert files == [path, *(path.with_name(f"study-{table}.png") for table in tables)]
     assert all(file.stat().st_size > 1000 for file in files)
-    page, found = path.read_text(), []
+    page, found, spread = path.read_text(), [], spread_of(sections)
     for section in sections:
         assert f"## {section.table.capitalize()}\n\n{section.grid_run.grid.question}\n\n![" in page
         assert f"](study-{section.table}.png)" in page
         assert all(f"| {row} | {printed.top1} | " in page for row, printed in paper_rows(section.table).items())
-        for finding in findings(section):
+        for finding in findings(section, spread):
             found.append(finding.verdict)
             cells = (finding.claim.claim, finding.claim.source, finding.verdict, f"{finding.paper_gap:+.1f}")
             assert f"| {' | '.join(cells)} | " in page
