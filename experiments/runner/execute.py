@@ -125,7 +125,7 @@ def _train_claimed(
     epochs = {key: trial.config.recipe.epochs for key, trial in trials.items()}
     progress = Progress({key: trial.name for key, trial in trials.items()}, epochs, sys.stderr, start=start)
     restart.has_advanced = progress.has_advanced
-    # Training goes on while a bucket is away.
+    # Without retries, because training continues while a bucket is unreachable.
     stop = StopRequest(grid_run.workspace.store.with_outage_timeout(0), grid_run.full_name)
 
     def ask_trials() -> None:
