@@ -41,8 +41,9 @@ def load_results(
         UnavailableError: the bucket or MLflow cannot be used.
     """
     from experiments.grids.expand import grid_path
+    from experiments.grids.request import GridRequest
     from experiments.report.trial_table import trial_table
     from experiments.runner.grid_run import known_results, open_grid_run
 
-    grid_run = open_grid_run(grid_path(grid), profile, overrides, runs, seeds, writes=False)
+    grid_run = open_grid_run(GridRequest(grid_path(grid), profile, overrides, runs, seeds), writes=False)
     return trial_table(grid_run, known_results(grid_run))

@@ -21,20 +21,17 @@ from experiments.cli.data import data
 from experiments.cli.options import (
     ADDRESS,
     AS_JSON,
-    GRID,
-    GRID_IMPORT,
     ONLY,
-    OVERRIDES,
-    PROFILE,
     RUNS,
-    SEEDS,
     TAKE_OVER,
+    grid_options,
     named_address,
     printable,
 )
 from experiments.errors import UnavailableError, UserError
 
 if TYPE_CHECKING:
+    from experiments.grids.request import GridRequest
     from experiments.runner.estimate import Hours
     from experiments.runner.plan import PlannedTrial
 
@@ -81,26 +78,9 @@ for command in (
 
 
 @cli.command()
-@GRID
-@OVERRIDES
-@PROFILE
-@SEEDS
-@ONLY
-@RUNS
+@grid_options(RUNS, ONLY, TAKE_OVER)
 @ADDRESS
-@TAKE_OVER
-@GRID_IMPORT
-def run(
-    grid: Path,
-    overrides: tuple[str, ...],
-    profile: str,
-    runs: Path | str | None,
-    seeds: int | None,
-    only: tuple[str, ...],
-    address: str | None,
-    take_over: bool,
-    imports: tuple[str, ...],
-) -> None:
+def run(request: GridRequest, address: str | None) -> None:
     """Train a grid's unfinished trials and print the results.
 
     Rerun the same command to resume after an interruption. Overrides change every trial, for example recipe.epochs=5.
@@ -111,31 +91,14 @@ def run(
     from experiments.cli.run import run as run_grid
     from experiments.runner.grid_run import open_grid_run
 
-    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, only=only, take_over=take_over, imports=imports)
-    sys.exit(0 if run_grid(grid_run, address) else 1)
+    sys.exit(0 if run_grid(open_grid_run(request), address) else 1)
 
 
 @cli.command()
-@GRID
-@OVERRIDES
-@PROFILE
-@SEEDS
-@ONLY
-@RUNS
+@grid_options(RUNS, ONLY)
 @ADDRESS
 @AS_JSON
-@GRID_IMPORT
-def plan(
-    grid: Path,
-    overrides: tuple[str, ...],
-    profile: str,
-    runs: Path | str | None,
-    seeds: int | None,
-    only: tuple[str, ...],
-    address: str | None,
-    as_json: bool,
-    imports: tuple[str, ...],
-) -> None:
+def plan(request: GridRequest, address: str | None, as_json: bool) -> None:
     """List a grid's trials, their status and the estimated time.
 
     Trains nothing and writes nothing.
@@ -147,7 +110,7 @@ def plan(
     from experiments.runner.plan import plan as plan_trials
     from experiments.runner.plan import plan_in_words
 
-    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, writes=False, only=only, imports=imports)
+    grid_run = open_grid_run(request, writes=False)
     planned = plan_trials(grid_run)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(trial) for trial in planned]))
@@ -176,11 +139,7 @@ def _hours(hours: Hours | None) -> str:
 
 
 @cli.command()
-@GRID
-@OVERRIDES
-@PROFILE
-@SEEDS
-@RUNS
+@grid_options(RUNS)
 @click.option(
     "--format",
     "form",
@@ -196,19 +155,7 @@ def _hours(hours: Hours | None) -> str:
     help="Write one line per trial, with settings, counts and final metrics, to this CSV file. - prints only these lines.",
 )
 @AS_JSON
-@GRID_IMPORT
-def report(
-    grid: Path,
-    overrides: tuple[str, ...],
-    profile: str,
-    runs: Path | str | None,
-    seeds: int | None,
-    form: str,
-    html: Path | None,
-    csv: Path | None,
-    as_json: bool,
-    imports: tuple[str, ...],
-) -> None:
+def report(request: GridRequest, form: str, html: Path | None, csv: Path | None, as_json: bool) -> None:
     """Print the results of a grid's finished trials.
 
     Trains nothing. Text output also draws the grid's plot. With text output, the exit code is 1 while trials are
@@ -226,7 +173,7 @@ def report(
     chosen = [f"`{option}`" for option, given in forms.items() if given]
     if len(chosen) > 1:
         raise UserError(f"two output formats: {' and '.join(chosen[:2])}; give only one of these options")
-    grid_run = open_grid_run(grid, profile, overrides, runs, seeds, imports=imports)
+    grid_run = open_grid_run(request)
     may_be_empty = as_json and html is None and csv is None
     results = known_results(grid_run) if may_be_empty else finished_results(grid_run)
     if html is not None:
@@ -289,9 +236,14 @@ def study(
     sys.exit(0 if run_study(profile, seeds, runs, address, page, kept, train, take_over) else 1)
 
 
+_CLUSTER_RUNS = click.option(
+    "--runs",
+    help="Store for runs: a folder on the cluster or s3://...  [default: the cluster's SAN_RUNS, else ~/.san/runs]",
+)
+
+
 @cli.command()
-@GRID
-@OVERRIDES
+@grid_options(_CLUSTER_RUNS, TAKE_OVER)
 @click.option(
     "--env",
     "names",
@@ -302,31 +254,12 @@ def study(
 @click.option(
     "--wait/--no-wait", default=True, help="Follow the log and exit with the job's code, or print the job's id and exit."
 )
-@PROFILE
-@SEEDS
-@click.option(
-    "--runs",
-    help="Store for runs: a folder on the cluster or s3://...  [default: the cluster's SAN_RUNS, else ~/.san/runs]",
-)
 @click.option(
     "--address",
     callback=named_address,
     help="Job server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
 )
-@TAKE_OVER
-@GRID_IMPORT
-def submit(
-    grid: Path,
-    overrides: tuple[str, ...],
-    names: tuple[str, ...],
-    wait: bool,
-    profile: str,
-    seeds: int | None,
-    runs: str | None,
-    address: str | None,
-    take_over: bool,
-    imports: tuple[str, ...],
-) -> None:
+def submit(request: GridRequest, names: tuple[str, ...], wait: bool, address: str | None) -> None:
     """Run a grid as a job on a remote Ray cluster.
 
     Starts `san run` on the cluster's head node. Submit the same grid again to resume. Paths in overrides and --runs are paths
@@ -338,18 +271,7 @@ def submit(
     """
     from experiments.cli.submit import submit_grid
 
-    submit_grid(
-        grid,
-        profile,
-        overrides,
-        runs=runs,
-        seeds=seeds,
-        take_over=take_over,
-        imports=imports,
-        names=names,
-        wait=wait,
-        address=address,
-    )
+    submit_grid(request, names, wait, address)
 
 
 def main() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from experiments.errors import UserError
+
+Command = Callable[..., None]
+Option = Callable[[Command], Command]
 
 
 class _Place(click.ParamType[str | Path]):
@@ -48,8 +53,8 @@ class _Grid(click.ParamType[Path]):
         return grid_path(value)
 
 
-GRID = click.argument("grid", type=_Grid())
-PROFILE = click.option(
+_GRID = click.argument("grid", type=_Grid())
+_PROFILE = click.option(
     "--profile",
     default="digits",
     show_default=True,
@@ -62,7 +67,7 @@ RUNS = click.option(
     help="Store for runs: a folder or s3://bucket/prefix?endpoint_override=...  [default: SAN_RUNS, else runs/]",
 )
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-SEEDS = click.option(
+_SEEDS = click.option(
     "--seeds", type=click.IntRange(1, 1000), metavar="N", help="Use seeds 0 to N-1 instead of the grid's seeds."
 )
 ONLY = click.option("--only", multiple=True, metavar="ROW", help="Train only this row; can be given several times.")
@@ -74,7 +79,6 @@ _IMPORT = functools.partial(
     metavar="FILE",
     help="Python file that registers relations or models; can be given several times.",
 )
-GRID_IMPORT = _IMPORT()
 IMPORT_NOW = _IMPORT(callback=import_now, expose_value=False)
 ADDRESS = click.option(
     "--address",
@@ -85,6 +89,27 @@ TAKE_OVER = click.option(
     "--take-over", is_flag=True, help="For runs in a bucket: train the grid although another `san run` has claimed it."
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def grid_options(*options: Option) -> Option:
+    """Adds the arguments and options that describe a grid to a command, which gets them as its argument `request`; `options`
+    are those that not all such commands have."""
+
+    def add(command: Command) -> Command:
+        @functools.wraps(command)
+        def with_request(**given: Any) -> None:
+            from experiments.grids.request import GridRequest
+
+            request = {field.name: given.pop(field.name) for field in dataclasses.fields(GridRequest) if field.name in given}
+            command(request=GridRequest(**request), **given)
+
+        decorated: Command = with_request
+        everything: list[Option] = [_GRID, OVERRIDES, _PROFILE, _SEEDS, *options, _IMPORT()]
+        for option in reversed(everything):
+            decorated = option(decorated)
+        return decorated
+
+    return add
 
 
 def age(seconds: float) -> str:

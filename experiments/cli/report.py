@@ -38,7 +38,7 @@ def print_report(grid_run: GridRun, results: Mapping[str, Result]) -> tuple[list
         files = []
     for file in files:
         retry(functools.partial(grid_run.workspace.store.upload, file))
-    click.echo(f"browse the runs: {grid_run.kept_there(f'{_command()} ui')}", err=True)
+    click.echo(f"browse the runs: {grid_run.request.with_runs(f'{_command()} ui')}", err=True)
     return files, print_unfinished(grid_run, results)
 
 
@@ -53,7 +53,8 @@ def print_unfinished(grid_run: GridRun, results: Mapping[str, Result]) -> bool:
     unmeasured = missing_measurements(grid_run, results)
     unfinished = [trial.name for trial in grid_run.wanted if not is_done(grid_run, results, trial) or trial.key in unmeasured]
     if unfinished:
-        click.echo(f"not finished: {', '.join(unfinished)}; to resume, run `{grid_run.kept_there(grid_run.command)}`", err=True)
+        request = grid_run.request
+        click.echo(f"not finished: {', '.join(unfinished)}; to resume, run `{request.with_runs(request.command)}`", err=True)
     return not unfinished
 
 

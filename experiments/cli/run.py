@@ -12,6 +12,7 @@ import click
 from experiments.cli.report import print_report
 from experiments.errors import UserError
 from experiments.grids.expand import GRIDS_DIR
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_claims
 from experiments.report.build import note
 from experiments.report.study import section_of, write_study
@@ -63,9 +64,10 @@ def study(
             path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise UserError(f"{path}: cannot write this file; choose another one with {option}")
-    grid_runs = [
-        open_grid_run(GRIDS_DIR / f"{name}.yaml", profile, (), runs, seeds, take_over=take_over) for name in paper_claims()
+    requests = [
+        GridRequest(GRIDS_DIR / f"{name}.yaml", profile, runs=runs, seeds=seeds, take_over=take_over) for name in paper_claims()
     ]
+    grid_runs = [open_grid_run(request) for request in requests]
     for grid_run in grid_runs:
         results = known_results(grid_run) | read_results(kept)
         missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}

@@ -19,6 +19,7 @@ import yaml
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import expand, profile_path, read_grid, read_profile
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
 from experiments.runs.address import require_no_secret
 from experiments.runs.provenance import COMMIT_VARIABLE, git_commit
@@ -34,31 +35,18 @@ GRID_FOLDER = "job"
 """Folder of the grid in the copy of the project."""
 
 
-def submit_grid(
-    grid: Path,
-    profile: str,
-    overrides: Sequence[str],
-    *,
-    runs: str | None,
-    seeds: int | None,
-    take_over: bool,
-    imports: Sequence[str],
-    names: Sequence[str],
-    wait: bool,
-    address: str | None,
-) -> None:
+def submit_grid(request: GridRequest, names: Sequence[str], wait: bool, address: str | None) -> None:
     """Uploads the project and a grid, and starts `san run` as a job. With `wait`, follows its log and exits with its code."""
     from cluster.submit import JobServer
 
-    check(grid, profile, overrides, runs, imports)
+    check(request)
     variables = environment(names)
     server = JobServer(address)
-    job = new_id(grid, profile_path(profile).stem)
+    job = new_id(request.grid, profile_path(request.profile).stem)
     with tempfile.TemporaryDirectory(prefix="san-job-") as folder:
-        size = stage(grid, profile, Path(folder), imports)
+        size = stage(request, Path(folder))
         click.echo(f"uploading the project and the grid ({size / 1e6:.1f} MB) to {server.address}", err=True)
-        command = run_command(grid, profile, overrides, runs, seeds, take_over)
-        server.submit(job, command, Path(folder), variables)
+        server.submit(job, run_command(request), Path(folder), variables)
     click.echo(f"job {job}\n{_hint(server, job)}", err=True)
     if wait:
         _follow(server, job)
@@ -92,22 +80,22 @@ def _follow(server: JobServer, job: str) -> NoReturn:
     sys.exit(2 if finished.exit_code == 2 else 1)
 
 
-def stage(grid: Path, profile: str, folder: Path, imports: Sequence[str] = ()) -> int:
+def stage(request: GridRequest, folder: Path) -> int:
     """Copies the packages, the grid, its imports and the profile into a folder; returns its size in bytes."""
     for package in PACKAGES:
         shutil.copytree(PROJECT_DIR / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", ".*"))
     for name in FILES:
         shutil.copy(PROJECT_DIR / name, folder / name)
     # With the keys of the files that they extend, which are not copied.
-    content = read_grid(grid)
-    files = [*content.get("imports", ()), *imports]
+    content, profile = read_grid(request.grid), request.profile
+    files = [*content.get("imports", ()), *request.imports]
     if files:
         content["imports"] = [f"imports/{number}/{Path(file).name}" for number, file in enumerate(files)]
     for file, copied in zip(files, content.get("imports", ()), strict=True):
         target = folder / GRID_FOLDER / copied
         target.parent.mkdir(parents=True)
         shutil.copy(file, target)
-    contents = {folder / GRID_FOLDER / grid.name: content}
+    contents = {folder / GRID_FOLDER / request.grid.name: content}
     if profile.endswith(".yaml"):
         contents[folder / _copied_profile(profile)] = read_profile(profile_path(profile))
     for path, content in contents.items():
@@ -116,20 +104,20 @@ def stage(grid: Path, profile: str, folder: Path, imports: Sequence[str] = ()) -
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None, imports: Sequence[str] = ()) -> None:
+def check(request: GridRequest) -> None:
     """Finds errors before anything is uploaded.
 
     Raises:
         UserError: lists all errors in the grid, the profile and the overrides; or a path is relative, so that it would be in
             the job's temporary folder.
     """
-    expanded = expand(grid, profile, overrides, table_names(), resolve_paths=False, imports=imports)
-    for config in expanded.configs.values():
+    for config in expand(request, table_names(), resolve_paths=False).configs.values():
         data, init = config.data, config.recipe.init
         if init is not None and not PurePosixPath(init).is_absolute():
             raise UserError(f"recipe.init={init}: a relative path; give the absolute path of a file on the cluster")
         if data.source in ("folder", "shards") and data.root is not None and not PurePosixPath(data.root).is_absolute():
             raise UserError(f"data.root={data.root}: a relative path; give the absolute path of a folder on the cluster")
+    runs = request.runs and str(request.runs)
     if runs is not None and is_uri(runs):
         open_store(runs)
     elif runs is not None and not PurePosixPath(runs).is_absolute():
@@ -138,15 +126,13 @@ def check(grid: Path, profile: str, overrides: Sequence[str], runs: str | None, 
         )
 
 
-def run_command(
-    grid: Path, profile: str, overrides: Sequence[str], runs: str | None, seeds: int | None, take_over: bool
-) -> list[str]:
+def run_command(request: GridRequest) -> list[str]:
     """The arguments of the command that runs on the head: `san run` with the copied grid."""
-    options = ["--profile", _copied_profile(profile)]
-    options += ["--runs", runs] if runs is not None else []
-    options += ["--seeds", str(seeds)] if seeds is not None else []
-    options += ["--take-over"] if take_over else []
-    return ["python", "-m", "experiments", "run", *options, "--", f"{GRID_FOLDER}/{grid.name}", *overrides]
+    options = ["--profile", _copied_profile(request.profile)]
+    options += ["--runs", str(request.runs)] if request.runs is not None else []
+    options += ["--seeds", str(request.seeds)] if request.seeds is not None else []
+    options += ["--take-over"] if request.take_over else []
+    return ["python", "-m", "experiments", "run", *options, "--", f"{GRID_FOLDER}/{request.grid.name}", *request.overrides]
 
 
 def _copied_profile(profile: str) -> str:

@@ -10,6 +10,7 @@ import click
 
 from experiments.cli.options import RUNS
 from experiments.evaluation.evaluate import Evaluation, LoadedModel, evaluate_checkpoint, open_checkpoint, open_images
+from experiments.grids.request import GridRequest
 from experiments.grids.transform import transform
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.progress import counting
@@ -35,12 +36,12 @@ model.pretrained_cfg  # size, mean and std of the images, names of the classes
 @RUNS
 def main(runs: Path | str | None) -> None:
     """Writes a folder for each trained row of the grid."""
-    grid_run = open_grid_run(GRID, PROFILE, (), runs)
+    grid_run = open_grid_run(GridRequest(GRID, PROFILE, runs=runs))
     for trial in grid_run.trials:
         # The last epoch, because choosing the best one would use the test images.
         file = last_of(grid_run.workspace.checkpoints(trial), trial.config.recipe.epochs)
         if not file.exists():
-            click.echo(f"{trial.row}: not trained yet; run `{grid_run.command}`", err=True)
+            click.echo(f"{trial.row}: not trained yet; run `{grid_run.request.command}`", err=True)
             continue
         opened = open_checkpoint(file)
         train, val = open_data(trial.config.data)[0], open_images(opened)

@@ -31,6 +31,7 @@ from experiments.grids.config import (
 )
 from experiments.grids.grid import Grid, Layer, Plot, ProtocolName, Row
 from experiments.grids.imports import SourceFile, import_files
+from experiments.grids.request import GridRequest
 from experiments.grids.transform import transform_errors
 
 GRIDS_DIR = Path(__file__).parent
@@ -172,37 +173,29 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def expand(
-    path: Path,
-    profile: str,
-    overrides: Sequence[str],
-    tables: Collection[str],
-    resolve_paths: bool = True,
-    imports: Sequence[str] = (),
-) -> Expanded:
+def expand(request: GridRequest, tables: Collection[str], resolve_paths: bool = True) -> Expanded:
     """Reads a grid file and validates every row: profile, then `base`, the row, and overrides, which override earlier values.
 
     Args:
         tables: valid values of the key `table`.
         resolve_paths: whether relative paths are resolved from the current folder.
-        imports: files to import in addition to the grid's.
 
     Raises:
         UserError: lists all errors of the first step that finds any, each with its file or override and its key: syntax, keys
             of the file, keys and values of each row, and their combinations.
     """
-    layers = [(text, parse_override(text)) for text in overrides]
+    path, layers = request.grid, [(text, parse_override(text)) for text in request.overrides]
     content = read_grid(path)
     try:
         grid = Grid.model_validate(content)
     except ValidationError as error:
         raise UserError("\n".join(f"{path}: {key}: {what}" for key, what in schema_errors(error, Grid))) from None
     _raise_all(path, [*_grid_errors(grid, tables), *_axis_errors(grid, layers)])
-    sources = import_files([*grid.imports, *imports])
+    sources = import_files([*grid.imports, *request.imports])
     rows = (Row.model_construct(id=""),) if "rows" not in content else grid.rows
     grid = grid.model_copy(update={"rows": _multiplied(rows, grid.product)})
     _raise_all(path, _repeated(grid))
-    profile_file = profile_path(profile)
+    profile_file = profile_path(request.profile)
     configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file), layers, resolve_paths))
     if grid.plot is None and grid.table is None:
         grid = grid.model_copy(update={"plot": _default_plot(grid, configs)})

@@ -11,6 +11,7 @@ import san
 from experiments.errors import UserError
 from experiments.grids.config import ModelConfig, merged, model_errors
 from experiments.grids.expand import expand, parse_override
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import INPUT_SIZE, PaperRow, count, paper_rows, table_names
 from experiments.report.tables import Table
 from san.complexity import Part
@@ -55,7 +56,7 @@ def of_grid(path: Path, size: int) -> list[Counted]:
     Raises:
         UserError: names all mistakes in the grid, or all rows that cannot take such images.
     """
-    expanded = expand(path, "imagenet", (), table_names())
+    expanded = expand(GridRequest(path, "imagenet"), table_names())
     table = expanded.grid.table
     return _counted(expanded.full_size, size, paper_rows(table) if table and size == INPUT_SIZE else {})
 

@@ -106,7 +106,7 @@ def page(report: GridReport) -> str:
     done, total = len(report.finished), len(grid_run.trials)
     facts = [
         f"profile {grid_run.profile}",
-        *grid_run.overrides,
+        *grid_run.request.overrides,
         f"all {total} trials finished" if done == total else f"{done} of {total} trials finished",
     ]
     if ended := max((result.ended for _, result in report.finished), default=0):
@@ -274,5 +274,6 @@ def commands_for_row(grid_run: GridRun, row: str) -> str:
     content = {**asked, "seeds": seeds, "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}]}
     text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
     file = f"{row}.yaml"
-    command = shlex.join(["san", "run", file, "--profile", grid_run.profile_option, *grid_run.overrides])
+    request = grid_run.request
+    command = shlex.join(["san", "run", file, "--profile", request.profile, *request.overrides])
     return f"cat > {shlex.quote(file)} <<'END'\n{text}END\n{command}"

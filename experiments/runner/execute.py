@@ -94,7 +94,7 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
         if on_this_machine:
             training_device(grid_run.trials[0].config)
         print_status(room(grid_run, resources, at_once))
-        with claimed_trials(store, grid_run.full_name, missing, grid_run.take_over) as (claimed, claim):
+        with claimed_trials(store, grid_run.full_name, missing, grid_run.request.take_over) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
             if others:
                 print_status(f"skipped, because another `san run` is training the same trials: {', '.join(others)}")
@@ -172,7 +172,7 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
     restart = Restart(grid_run, trials.values(), is_local(address))
     with (
         session(address, restart) as resources,
-        claimed_trials(store, grid_run.full_name, trials, grid_run.take_over) as (claimed, _),
+        claimed_trials(store, grid_run.full_name, trials, grid_run.request.take_over) as (claimed, _),
     ):
         tasks = {key: missing[key] for key in claimed}
         at_once, protocol = min(concurrency(placement, resources), len(tasks)), grid_run.grid.robustness

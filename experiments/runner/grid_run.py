@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from cluster import Placement
 from experiments.errors import UserError
-from experiments.grids.config import PROJECT_DIR, ModelConfig, TrialConfig
+from experiments.grids.config import ModelConfig, TrialConfig
 from experiments.grids.expand import expand, profile_path
 from experiments.grids.grid import Grid, Trial
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
 from experiments.runs.workspace import Workspace, has_store, open_workspace
 from experiments.tracking import Result
@@ -35,6 +35,7 @@ LONGEST_SUFFIX = 100
 class GridRun:
     """A grid under a profile, checked and expanded: everything that is known before anything runs."""
 
+    request: GridRequest
     name: str
     profile: str
     grid: Grid
@@ -42,17 +43,6 @@ class GridRun:
     full_size: Mapping[str, ModelConfig]
     """Each row's model at the paper's setting."""
     workspace: Workspace
-    overrides: tuple[str, ...]
-    command: str
-    """The `san run` that was, or would be, asked for; wherever its runs are kept."""
-    runs: str | None = None
-    """`--runs` as it was given."""
-    profile_option: str = "digits"
-    """`--profile` as it was given: the name or the file of the profile."""
-    only: tuple[str, ...] = ()
-    """The rows to train; empty for all."""
-    take_over: bool = False
-    """Whether this command replaces the claim of another one, in a bucket."""
 
     @property
     def full_name(self) -> str:
@@ -62,7 +52,7 @@ class GridRun:
     @property
     def report_name(self) -> str:
         """Name of the report's folder: also the overrides that can change trials, as in `footprint-digits+recipe.lr=0.2`."""
-        changes = [text for text in self.overrides if re.match(r"(model|data|recipe)\b(?!\.(root|lists)=)", text)]
+        changes = [text for text in self.request.overrides if re.match(r"(model|data|recipe)\b(?!\.(root|lists)=)", text)]
         whole = "+".join(["", *changes])
         short = re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", whole)[:LONGEST_SUFFIX]
         return self.full_name + (short if short == whole else f"{short}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}")
@@ -70,11 +60,8 @@ class GridRun:
     @property
     def wanted(self) -> tuple[Trial, ...]:
         """The trials to train."""
-        return tuple(trial for trial in self.trials if not self.only or trial.row in self.only)
-
-    def kept_there(self, command: str) -> str:
-        """A command for the same runs."""
-        return command if self.runs is None else f"{command} --runs {shlex.quote(self.runs)}"
+        only = self.request.only
+        return tuple(trial for trial in self.trials if not only or trial.row in only)
 
     @property
     def tracker(self) -> Tracker:
@@ -89,31 +76,21 @@ class GridRun:
         return Placement(wanted.workers, wanted.cpus, wanted.gpus)
 
 
-def open_grid_run(
-    grid: Path,
-    profile: str,
-    overrides: Sequence[str],
-    runs: str | Path | None = None,
-    seeds: int | None = None,
-    writes: bool = True,
-    only: tuple[str, ...] = (),
-    take_over: bool = False,
-    imports: tuple[str, ...] = (),
-) -> GridRun:
-    """Reads and checks everything that a grid needs: its file, every row, the images, the bucket where it is to be kept in one.
+def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
+    """Reads and checks everything that a grid needs: its file, every row, the images, the bucket if the runs are in one.
 
-    With `seeds`, 0 to seeds - 1 come instead of the grid's. With `writes` false, a missing embedded dataset is not written.
-    With `only`, these rows are trained.
+    With `writes` false, a missing embedded dataset is not written.
 
     Raises:
         UserError: mistakes in the grid, the profile and the overrides, with their places; a password in an address.
         DataError: images that cannot be used.
         StorageError: the bucket is not there, does not answer or does not take our credentials.
     """
-    workspace = open_workspace(runs)
+    workspace = open_workspace(request.runs)
     workspace.store.check()
-    name, expanded = profile_path(profile).stem, expand(grid, profile, overrides, table_names(), imports=imports)
-    _require_rows(grid, only, expanded.configs)
+    grid, seeds = request.grid, request.seeds
+    name, expanded = profile_path(request.profile).stem, expand(request, table_names())
+    _require_rows(grid, request.only, expanded.configs)
     configs = expanded.configs
     if not writes:
         configs = {row: config.model_copy(update={"data": without_writing(config.data)}) for row, config in configs.items()}
@@ -136,21 +113,7 @@ def open_grid_run(
     for scaling in dict.fromkeys(config.recipe.scaling for config in configs.values()):
         if scaling is not None:
             print_status(scaling)
-    options = [*(f"--only={row}" for row in only), *(f"--import={file}" for file in imports)]
-    return GridRun(
-        name=grid.stem,
-        profile=name,
-        grid=expanded.grid,
-        trials=trials,
-        full_size=expanded.full_size,
-        workspace=workspace,
-        overrides=tuple(overrides),
-        command=_run_command(grid, profile, [*overrides, *options], seeds),
-        runs=None if runs is None else str(runs),
-        profile_option=profile,
-        only=only,
-        take_over=take_over,
-    )
+    return GridRun(request, grid.stem, name, expanded.grid, trials, expanded.full_size, workspace)
 
 
 def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> None:
@@ -173,14 +136,6 @@ def _initialized(path: Path, row: str, config: TrialConfig, digests: Mapping[str
         raise UserError(f"{path}: row {row}: {error}") from None
 
 
-def _run_command(path: Path, profile: str, overrides: Sequence[str], seeds: int | None) -> str:
-    """What to type in the project's folder."""
-    whole = path.resolve()
-    grid = whole.relative_to(PROJECT_DIR) if whole.is_relative_to(PROJECT_DIR) else path
-    chosen = [] if seeds is None else ["--seeds", str(seeds)]
-    return shlex.join(["san", "run", str(grid), "--profile", profile, *chosen, *overrides])
-
-
 def known_results(grid_run: GridRun) -> dict[str, Result]:
     """What is in the tracker already; a local database that does not exist yet is not made by looking."""
     return grid_run.tracker.results() if has_store(grid_run.workspace.tracking_uri) else {}
@@ -192,12 +147,12 @@ def finished_results(grid_run: GridRun) -> dict[str, Result]:
     Raises:
         UserError: no trial is finished.
     """
-    results = known_results(grid_run)
+    results, request = known_results(grid_run), grid_run.request
     if not any(is_finished(results, trial) for trial in grid_run.trials):
         raise UserError(
             f"no finished trial of grid {grid_run.name} with profile {grid_run.profile} in {grid_run.workspace.tracking_uri}; "
             "repeat the overrides with which it was trained, choose another store with --runs, or train the grid with "
-            f"`{grid_run.kept_there(grid_run.command)}`"
+            f"`{request.with_runs(request.command)}`"
         )
     return results
 

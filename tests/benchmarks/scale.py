@@ -26,6 +26,7 @@ from cluster import Placement
 from cluster.session import session
 from cluster.sweep import Outcome, Report, sweep
 from experiments.grids.config import PROJECT_DIR, flat
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import known_results, open_grid_run
 from experiments.runs.summary import Epoch
 
@@ -87,7 +88,7 @@ def _megabytes() -> float:
 def runs(number: int, folder: Path) -> Iterator[dict[str, float]]:
     """Writes finished runs as trials do, but in fewer calls, and reads all of them."""
     os.environ.pop("MLFLOW_TRACKING_URI", None)
-    grid_run = open_grid_run(grid_of(number, folder), "digits", (), folder / "runs")
+    grid_run = open_grid_run(GridRequest(grid_of(number, folder), "digits", (), folder / "runs"))
     grid_run.workspace.runs.mkdir()
     grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
     metrics = [Metric(key, value, int(time.time() * 1000), 0) for key, value in EPOCH.metrics().items()]

@@ -14,6 +14,7 @@ import csv
 import statistics
 from pathlib import Path
 
+from experiments.grids.request import GridRequest
 from experiments.report import interval
 from experiments.runner.grid_run import open_grid_run
 from tests.experiments.processes import ended, start
@@ -25,7 +26,7 @@ COUNTS, SEEDS = (1, 2, 4), 5
 def top1(folder: Path, workers: int, seed: int) -> float:
     """Returns the top-1 in percent after the last epoch; trains the trial first if needed."""
     runs = folder / f"{workers}-workers"
-    grid_run = open_grid_run(GRID, "digits", (f"resources.workers={workers}",), runs, seed + 1)
+    grid_run = open_grid_run(GridRequest(GRID, "digits", (f"resources.workers={workers}",), runs, seed + 1))
     (trial,) = (trial for trial in grid_run.trials if trial.seed == seed)
     summary = grid_run.workspace.checkpoints(trial) / "summary.csv"
     epochs = trial.config.recipe.epochs

@@ -15,6 +15,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from experiments.cli import cli
 from experiments.grids.expand import expand
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,7 +42,8 @@ def require_known(command: list[str]) -> None:
     filled = [re.sub(r"\$\{\w+:-(\w+)\}", r"\1", argument) for argument in arguments]  # like Compose
     context = group.make_context(command[0], filled)
     if group is cli.commands["run"]:
-        expand(ROOT / context.params["grid"], context.params["profile"], context.params["overrides"], table_names())
+        request = GridRequest(ROOT / context.params["grid"], context.params["profile"], context.params["overrides"])
+        expand(request, table_names())
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -26,6 +26,7 @@ import yaml
 from experiments.cli import cli, main
 from experiments.grids.config import TrialConfig, keys_at
 from experiments.grids.expand import expand, read_grid
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
 
 ROOT = Path(__file__).parent.parent.parent
@@ -139,7 +140,7 @@ class Reader:
             return
         path = self.folder / (block.file or "grid.yaml")
         path.write_text(block.text)
-        expand(path, "digits", ["data.root=images"], table_names())
+        expand(GridRequest(path, overrides=("data.root=images",)), table_names())
 
     def check(self, block: Block) -> None:
         """Checks a block that is not run: Python compiles, and `san` has the commands and options."""

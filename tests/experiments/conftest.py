@@ -20,6 +20,7 @@ from cluster.sweep import Observer, Outcome
 from experiments.cli import main
 from experiments.grids.config import DataConfig
 from experiments.grids.grid import Trial
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
@@ -142,7 +143,7 @@ def open_small_grid(runs: Path) -> OpenGrid:
     """Opens a grid run on the small grid with a prepared tracker."""
 
     def open_it(*overrides: str) -> GridRun:
-        grid_run = open_grid_run(SMALL_GRID, "digits", overrides, runs)
+        grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", overrides, runs))
         grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
         return grid_run
 
@@ -221,7 +222,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, empty_database: Path, proc
     runs = tmp_path_factory.mktemp("trained") / "runs"
     runs.mkdir()
     shutil.copy(empty_database, runs / "mlflow.db")
-    grid_run = open_grid_run(SMALL_GRID, "digits", ("recipe.epochs=2", *HELD_OUT), runs)
+    grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", ("recipe.epochs=2", *HELD_OUT), runs))
     grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
     trial = grid_run.trials[0]
     run_trial(grid_run.workspace, trial, lambda metrics: None)

@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 import torch
 
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.checkpoint import Checkpoint
 from tests.cluster.test_signals import AGENTS, MARK, marked
@@ -318,7 +319,7 @@ def _judged(scene: Scene, whole: Scene) -> int:
 def _tracked_epochs(scene: Scene) -> list[list[int]]:
     """Returns the epochs of each run in MLflow."""
     with patch.dict(os.environ, {"MLFLOW_TRACKING_URI": scene.server.uri} if scene.server else {}):
-        grid_run = open_grid_run(GRID, "digits", scene.overrides, scene.runs)
+        grid_run = open_grid_run(GridRequest(GRID, "digits", scene.overrides, scene.runs))
         client, runs = grid_run.tracker.client, runs_of(grid_run)
     return [sorted(metric.step for metric in client.get_metric_history(run.info.run_id, "val/top1")) for run in runs]
 

@@ -18,6 +18,7 @@ import san
 from experiments.evaluation.evaluate import open_checkpoint
 from experiments.grids.expand import PROFILES_DIR, expand, profile_path
 from experiments.grids.grid import Trial
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
 from experiments.runs.summary import read_ended, read_top1
 from experiments.runs.workspace import open_store
@@ -49,7 +50,7 @@ def targets(folder: Path) -> list[Target]:
     return [
         Target("grid", _file(folder / "grid.yaml", _expand), yaml_text(grid | {"product": {"recipe.lr": [0.1, 0.2]}})),
         Target("profile", profile_path, st.text() | st.sampled_from(["digits\0", "../grid", "imagenet/", "Digits"])),
-        Target("override", lambda text: expand(SMALL_GRID, "digits", [text], table_names()), _changed_text(overrides)),
+        Target("override", _override, _changed_text(overrides)),
         Target(
             "address", lambda text: open_store(text), _changed_text(["s3://bucket/prefix?endpoint_override=http://host:9000"])
         ),
@@ -79,8 +80,12 @@ def _changed_text(valid: list[str]) -> st.SearchStrategy[str]:
     return text.filter(lambda argument: "\0" not in argument)
 
 
+def _override(text: str) -> object:
+    return expand(GridRequest(SMALL_GRID, overrides=(text,)), table_names())
+
+
 def _expand(path: Path) -> list[str]:
-    configs = expand(path, "digits", (), table_names()).configs
+    configs = expand(GridRequest(path), table_names()).configs
     return [Trial("grid", "digits", row, 0, config, "digest").key for row, config in configs.items()]
 
 

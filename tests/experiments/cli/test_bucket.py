@@ -15,6 +15,7 @@ import boto3
 import pytest
 
 from experiments.cli import main
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.runs.bucket import S3Store
 from experiments.training.checkpoint import best_in
@@ -56,7 +57,7 @@ def test_killed_trial_resumes_on_another_node(
     world: int, bucket: S3Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each worker has a separate scratch folder. `san evaluate` reads the result from the bucket."""
-    grid_run = open_grid_run(SMALL_GRID, "digits", (*SHORT, *ALWAYS), bucket.address)
+    grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", (*SHORT, *ALWAYS), bucket.address))
     grid_run.tracker.prepare(grid_run.grid, tmp_path / "artifacts")
     (trial,) = (trial for trial in grid_run.trials if trial.row == "resnet26_3")
     first, second = (functools.partial(on_node, str(tmp_path / node)) for node in ("first", "second"))

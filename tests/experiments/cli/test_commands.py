@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from experiments.cli import cli
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import GRIDS_DIR, expand, profile_path
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_rows, table_names
 from experiments.runs.workspace import default_runs
 from san import create_model, list_models, load_checkpoint, save_checkpoint
@@ -222,7 +223,8 @@ def test_help_describes_every_option_and_its_example_parses(path: str, command: 
         context = command.make_context(command.name, rest, context)
     grid, profile = context.params.get("grid"), context.params.get("profile")
     if isinstance(grid, Path):
-        expand(PROJECT_DIR / grid, profile or "digits", context.params.get("overrides", ()), table_names())
+        request = GridRequest(PROJECT_DIR / grid, profile or "digits", context.params.get("overrides", ()))
+        expand(request, table_names())
     if profile is not None:
         profile_path(profile)
 

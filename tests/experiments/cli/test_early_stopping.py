@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.session import available_cpus
+from experiments.grids.request import GridRequest
 from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, to_train
@@ -66,7 +67,7 @@ def test_only_the_grid_that_stopped_a_trial_leaves_it_so(write_grid: WriteGrid, 
     """Early stopping is not part of a key, so all grids know the results of finished trials."""
 
     def open_it(last: str, name: str = "which.yaml") -> GridRun:
-        return open_grid_run(write_grid(GRID.format(last=last), name), "digits", (), runs)
+        return open_grid_run(GridRequest(write_grid(GRID.format(last=last), name), "digits", (), runs))
 
     grid_run = open_it(STOPPING)
     grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")

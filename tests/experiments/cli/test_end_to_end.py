@@ -18,6 +18,7 @@ from cluster import Placement
 from cluster.session import available_cpus
 from cluster.sweep import sweep
 from experiments.grids.grid import Trial
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.runs.workspace import Workspace
 from experiments.training.trainer import run_trial
@@ -53,7 +54,7 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
 
     last = start()
     assert last.finish() == 0, last.said
-    grid_run = open_grid_run(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs")
+    grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs"))
     epochs = logged_epochs(grid_run)
     assert sorted(row for row, _, _ in epochs) == ["pairwise_3", "patchwise_3", "resnet26_3"]
     assert all(steps == [0, 1, 2] for steps in epochs.values()), epochs
@@ -111,7 +112,7 @@ def test_result_does_not_depend_on_earlier_trials_of_the_process(
     for name, step in (("forwards", 1), ("backwards", -1)):
         (tmp_path / name).mkdir()
         shutil.copy(empty_database, tmp_path / name / "mlflow.db")
-        grid_run = open_grid_run(write_grid(THREE_SETTINGS), "digits", (), tmp_path / name)
+        grid_run = open_grid_run(GridRequest(write_grid(THREE_SETTINGS), "digits", (), tmp_path / name))
         grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
         cells = {trial.key: trial for trial in grid_run.trials[::step]}
         one_at_a_time = Placement(cpus=available_cpus())

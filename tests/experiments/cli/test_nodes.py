@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from experiments.grids.config import PROJECT_DIR
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import GridRun, open_grid_run
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
 from tests.docs.test_guides import blocks
@@ -81,7 +82,7 @@ def test_lost_node_costs_at_most_one_checkpoint_interval(grid: Path, tmp_path: P
     assert set(numbers) == set(range(1, EPOCHS * STEPS + 1))
     assert 0 <= twice <= CHECK_EVERY
 
-    _assert_complete(open_grid_run(grid, "digits", TWO_WORKERS, runs))
+    _assert_complete(open_grid_run(GridRequest(grid, "digits", TWO_WORKERS, runs)))
 
 
 def _assert_complete(grid_run: GridRun) -> None:
@@ -113,4 +114,4 @@ def test_trial_of_a_node_without_a_network_goes_on_elsewhere(grid: Path, tmp_pat
     steps = [step for step in steps_of(runs) if step.trial == old.trial]
     assert len({step.pid for step in steps}) == 2
     assert {step.number for step in steps} == set(range(1, EPOCHS * STEPS + 1))
-    _assert_complete(open_grid_run(grid, "digits", ONE_WORKER, runs))
+    _assert_complete(open_grid_run(GridRequest(grid, "digits", ONE_WORKER, runs)))

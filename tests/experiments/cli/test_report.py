@@ -9,6 +9,7 @@ import pytest
 from experiments.cli.report import print_report
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.expand import GRIDS_DIR
+from experiments.grids.request import GridRequest
 from experiments.report.build import note
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.plan import plan, plan_in_words
@@ -20,7 +21,8 @@ def test_names_rows_that_are_missing_from_the_papers_table(
     write_grid: WriteGrid, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = "\n".join(f"  - {{id: {row}, model: {{name: resnet26}}}}" for row in ("resnet26_3", *"abcde"))
-    grid_run = open_grid_run(write_grid(f"question: Which rows?\ntable: footprint\nrows:\n{rows}\n"), "digits", (), tmp_path)
+    path = write_grid(f"question: Which rows?\ntable: footprint\nrows:\n{rows}\n")
+    grid_run = open_grid_run(GridRequest(path, "digits", (), tmp_path))
     print_report(grid_run, {})
     missing = "lacks a, b, c and 2 more rows"
     assert missing in capsys.readouterr().out
@@ -31,7 +33,7 @@ def test_overrides_that_change_trials_are_part_of_the_names(write_grid: WriteGri
     path = write_grid("question: q\nrows: [{id: a, model: {name: resnet26}}]")
 
     def title(*overrides: str) -> str:
-        return open_grid_run(path, "digits", overrides, tmp_path).report_name
+        return open_grid_run(GridRequest(path, "digits", overrides, tmp_path)).report_name
 
     plain, longest = title(), [f"data.mean=[0.{number:0120d}, 0.5, 0.5]" for number in (1, 2)]
     assert title("resources.workers=2", "engine.deterministic=true") == plain
@@ -73,7 +75,7 @@ def test_prints_the_table_if_its_folder_cannot_be_written(finished_job: OpenGrid
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_mlflow_description_has_all_conditions_and_rows_and_links_to_other_grids(name: Any, tmp_path: Path) -> None:
     """For the grids of the paper, with two seeds; another grid has trained one of them."""
-    grid_run = open_grid_run(GRIDS_DIR / f"{name}.yaml", "digits", (), tmp_path, seeds=2)
+    grid_run = open_grid_run(GridRequest(GRIDS_DIR / f"{name}.yaml", "digits", (), tmp_path, seeds=2))
     protocol = PROTOCOLS[name]
     names = [metric for one in protocol.conditions for metric in one.metrics(dict.fromkeys(one.numbers, 0.0))]
     metrics = [dict.fromkeys([*names, "val/top1", "val/top5"], top1) for top1 in (40.0, 49.0)]

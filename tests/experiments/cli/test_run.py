@@ -18,6 +18,7 @@ from cluster.sweep import Observer, Outcome
 from experiments.cli.run import run, study
 from experiments.errors import UserError
 from experiments.grids.grid import Trial
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_claims, paper_rows
 from experiments.report.build import LONGEST_NOTE, note, tables
 from experiments.report.data import table_rows
@@ -46,7 +47,7 @@ def open_text(write_grid: WriteGrid, runs: Path) -> OpenGrid:
     """Opens a grid run on the text of a grid."""
 
     def open_it(text: str, name: str = "first", *overrides: str) -> GridRun:
-        return open_grid_run(write_grid(text, f"{name}.yaml"), "digits", overrides, runs)
+        return open_grid_run(GridRequest(write_grid(text, f"{name}.yaml"), "digits", overrides, runs))
 
     return open_it
 

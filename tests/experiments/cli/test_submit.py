@@ -9,6 +9,7 @@ from cuda_ext import build
 from experiments.cli import submit
 from experiments.errors import UserError
 from experiments.grids.expand import expand
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
 from experiments.runs.provenance import git_commit
 
@@ -23,7 +24,7 @@ ODD_NAME = 'it\'s; $(touch gotcha) "x" -- `y`.yaml'
 def test_uploads_only_the_packages_and_the_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "copy").mkdir()
     (tmp_path / ODD_NAME).write_text(GRID)
-    size = submit.stage(tmp_path / ODD_NAME, "digits", tmp_path / "copy")
+    size = submit.stage(GridRequest(tmp_path / ODD_NAME), tmp_path / "copy")
     assert {path.name for path in (tmp_path / "copy").iterdir()} == {*submit.PACKAGES, *submit.FILES, "job"}
     assert yaml.safe_load((tmp_path / "copy" / "job" / ODD_NAME).read_text()) == yaml.safe_load(GRID)
     junk = [
@@ -50,9 +51,9 @@ def test_finds_errors_before_uploading(
 ) -> None:
     grid = tmp_path / "small.yaml"
     grid.write_text(GRID)
-    submit.check(grid, "imagenet", ["data.root=/images"], "/runs")
+    submit.check(GridRequest(grid, "imagenet", ("data.root=/images",), "/runs"))
     with pytest.raises(UserError, match=message):
-        submit.check(grid, profile, overrides, runs)
+        submit.check(GridRequest(grid, profile, tuple(overrides), runs))
 
 
 def test_environment_of_the_job_has_no_secrets_in_sight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,8 +95,9 @@ def test_job_has_a_copy_of_a_profile_file(tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(GRID)
     profile = tmp_path / "mine.yaml"
     profile.write_text("extends: folder\ndata: {root: /images}\n")
-    submit.stage(tmp_path / "small.yaml", str(profile), tmp_path / "copy")
-    command = submit.run_command(tmp_path / "small.yaml", str(profile), [], None, None, False)
+    request = GridRequest(tmp_path / "small.yaml", str(profile))
+    submit.stage(request, tmp_path / "copy")
+    command = submit.run_command(request)
     copied = yaml.safe_load((tmp_path / "copy" / command[command.index("--profile") + 1]).read_text())
     assert (copied["data"]["root"], copied["data"]["size"]) == ("/images", 64)
 
@@ -106,6 +108,6 @@ def test_job_has_copies_of_the_imports(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mine.py").write_text(f"# {folder}\n")
     (tmp_path / "small.yaml").write_text(f"{GRID}imports: [a/mine.py]\n")
-    submit.stage(tmp_path / "small.yaml", "digits", tmp_path / "copy", [str(tmp_path / "b" / "mine.py")])
-    copied = expand(tmp_path / "copy" / "job" / "small.yaml", "digits", [], table_names())
+    submit.stage(GridRequest(tmp_path / "small.yaml", imports=(str(tmp_path / "b" / "mine.py"),)), tmp_path / "copy")
+    copied = expand(GridRequest(tmp_path / "copy" / "job" / "small.yaml"), table_names())
     assert [file.source for file in copied.imports] == ["# a\n", "# b\n"]

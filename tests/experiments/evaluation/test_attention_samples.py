@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from experiments.evaluation.attention_samples import attention_samples, best_of_each_kind
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint
@@ -38,7 +39,7 @@ def test_samples_the_best_trial_of_each_kind_of_attention(
 ) -> None:
     """Later trials are better in this test."""
     content = {"question": "q", "rows": [{"id": row, "model": model} for row, model in rows.items()]}
-    grid_run = open_grid_run(write_grid(yaml.safe_dump(content)), "digits", (), tmp_path, seeds=2)
+    grid_run = open_grid_run(GridRequest(write_grid(yaml.safe_dump(content)), "digits", (), tmp_path, seeds=2))
     finished = [(trial, Result("run", True, {"val/top1": 50.0 + place})) for place, trial in enumerate(grid_run.trials)]
     assert [(trial.row, trial.seed) for trial in best_of_each_kind(finished)] == [(row, 1) for row in chosen]
 
@@ -52,7 +53,7 @@ def with_an_unknown_field(path: Path) -> None:
 def test_unreadable_checkpoint_becomes_an_error_message(
     change: Callable[[Path], None], message: str, write_grid: WriteGrid, tmp_path: Path
 ) -> None:
-    grid_run = open_grid_run(write_grid(GRID), "digits", (), tmp_path)
+    grid_run = open_grid_run(GridRequest(write_grid(GRID), "digits", (), tmp_path))
     trial = next(trial for trial in grid_run.trials if trial.row == "patchwise_3")
     change(save_untrained(grid_run, trial))
     (found,) = attention_samples(grid_run.workspace, [(trial, Result("run", True, {"val/top1": 95.0}))])

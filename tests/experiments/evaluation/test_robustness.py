@@ -19,6 +19,7 @@ from experiments.evaluation.protocol import Condition, measured
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.evaluation.rotation import Rotation
 from experiments.grids.grid import Trial
+from experiments.grids.request import GridRequest
 from experiments.report.build import measurements_of
 from experiments.runner import execute
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
@@ -118,7 +119,7 @@ def started(replace_cluster: Callable[[TrainTrial], None], process_group: None) 
 
 @pytest.fixture
 def grid_run(write_grid: WriteGrid, runs: Path) -> GridRun:
-    return open_grid_run(write_grid(GRID, "turned.yaml"), "digits", (), runs)
+    return open_grid_run(GridRequest(write_grid(GRID, "turned.yaml"), "digits", (), runs))
 
 
 def test_grid_measures_only_missing_conditions(

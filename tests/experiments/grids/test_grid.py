@@ -10,6 +10,7 @@ from experiments.errors import UserError
 from experiments.grids.expand import GRIDS_DIR, Expanded
 from experiments.grids.expand import expand as expand_grid
 from experiments.grids.grid import Trial
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import EPOCHS, INPUT_SIZE, paper_rows, table_names
 from experiments.runner.grid_run import open_grid_run
 from tests.experiments.conftest import SMALL_GRID, WriteGrid
@@ -33,7 +34,7 @@ def expand(path: Path, *overrides: str, profile: str = "digits") -> dict[str, Tr
 
 
 def expanded(path: Path, *overrides: str, profile: str = "digits", imports: Sequence[str] = ()) -> Expanded:
-    return expand_grid(path, profile, overrides, table_names(), imports=imports)
+    return expand_grid(GridRequest(path, profile, overrides, imports=tuple(imports)), table_names())
 
 
 @pytest.mark.parametrize("profile", ["digits", "folder", "imagenet", "imagenet-1gpu", "imagenet-fast"])
@@ -274,10 +275,10 @@ def test_rows_have_seeds_of_their_own(write_grid: WriteGrid, tmp_path: Path) -> 
         "question: q\nseeds: [1, 2]\nproduct: {recipe.lr: [0.1, 0.2]}\n"
         "rows: [{id: a, model: {name: resnet26}, seeds: [5]}, {id: b, model: {name: resnet38}}]"
     )
-    trials = open_grid_run(path, "digits", (), tmp_path / "runs").trials
+    trials = open_grid_run(GridRequest(path, "digits", (), tmp_path / "runs")).trials
     named = {row: [trial.seed for trial in trials if trial.row == row] for row in ("a-lr0.1", "a-lr0.2", "b-lr0.1")}
     assert named == {"a-lr0.1": [5], "a-lr0.2": [5], "b-lr0.1": [1, 2]}
-    assert {trial.seed for trial in open_grid_run(path, "digits", (), tmp_path / "runs", seeds=1).trials} == {0}
+    assert {trial.seed for trial in open_grid_run(GridRequest(path, "digits", (), tmp_path / "runs", seeds=1)).trials} == {0}
 
 
 def test_profile_extends_another() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from experiments.grids.grid import Trial
+from experiments.grids.request import GridRequest
 from experiments.report.data import TableRow, table_rows
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking import Result
@@ -83,7 +84,7 @@ def finished_job(write_grid: WriteGrid, runs: Path) -> OpenGrid:
     """Makes a grid run of five rows and two seeds. One row is unfinished, and another one lacks a seed."""
 
     def make(grid: str = GRID) -> GridRun:
-        grid_run = open_grid_run(write_grid(grid, "invented.yaml"), "digits", (), runs, seeds=2)
+        grid_run = open_grid_run(GridRequest(write_grid(grid, "invented.yaml"), "digits", (), runs, seeds=2))
         grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
         for trial in grid_run.trials:
             if trial.row not in TOPS or (trial.row, trial.seed) == ("pairwise_5", 1):

@@ -9,6 +9,7 @@ import pytest
 
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.expand import GRIDS_DIR
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_numbers
 from experiments.report import interval
 from experiments.report.data import grid_measurements, measurements, table_rows
@@ -25,14 +26,15 @@ COUNTED = [path for path in GRIDS if path.stem not in ("rotation", "attack")]
 
 @pytest.mark.parametrize("path", COUNTED, ids=lambda path: path.stem)
 def test_params_and_flops_match_the_paper(path: Path, tmp_path: Path) -> None:
-    for line in tabled(open_grid_run(path, "digits", (), tmp_path), {}):
+    for line in tabled(open_grid_run(GridRequest(path, "digits", (), tmp_path)), {}):
         printed = "10.0 2.0" if line.id == "pairwise_phi_eq_psi" else f"{line.paper_params} {line.paper_flops}"
         assert f"{line.params:.1f} {line.flops:.1f}" == printed, line.id  # its count is 2.046, but the paper prints 2.1
 
 
 def test_difference_if_the_training_matches_the_paper(folder_of_1000_classes: Path, tmp_path: Path) -> None:
     root = f"data.root={folder_of_1000_classes}"
-    lines = tabled(open_grid_run(SMALL_GRID, "imagenet", [root, "recipe.batch_size=128"], tmp_path), {"resnet26_3": 75.0})
+    request = GridRequest(SMALL_GRID, "imagenet", (root, "recipe.batch_size=128"), tmp_path)
+    lines = tabled(open_grid_run(request), {"resnet26_3": 75.0})
     assert [line.difference for line in lines] == [None, pytest.approx(-1.0), None]
     assert " -1.0 |" in grid_table(lines).markdown()
 
@@ -50,9 +52,9 @@ def test_difference_if_the_training_matches_the_paper(folder_of_1000_classes: Pa
 def test_no_difference_if_the_training_differs_from_the_paper(
     profile: str, overrides: tuple[str, ...], folder_of_1000_classes: Path, tmp_path: Path
 ) -> None:
-    open_grid_run(SMALL_GRID, "digits", (), tmp_path)  # writes the digits if they are missing
+    open_grid_run(GridRequest(SMALL_GRID, "digits", (), tmp_path))  # writes the digits if they are missing
     filled = [override.format(folder=folder_of_1000_classes) for override in overrides]
-    grid_run = open_grid_run(SMALL_GRID, profile, filled, tmp_path)
+    grid_run = open_grid_run(GridRequest(SMALL_GRID, profile, filled, tmp_path))
     assert {line.difference for line in tabled(grid_run, {"resnet26_3": 75.0})} == {None}
     first = PROTOCOLS["rotation"].conditions[0]
     metrics = {"val/top1": 1.0, "val/top5": 2.0} | first.metrics({"top1": 1.0, "top5": 2.0})
@@ -69,7 +71,7 @@ def test_averages_seeds(write_grid: WriteGrid, tmp_path: Path) -> None:
         seeds: [0, 1]
         rows: [{id: resnet26_3, model: {name: resnet26}}]
     """)
-    grid_run = open_grid_run(path, "digits", (), tmp_path)
+    grid_run = open_grid_run(GridRequest(path, "digits", (), tmp_path))
     first, second = grid_run.trials
     results = {first.key: Result("a", True, {"val/top1": 90.0, "val/top5": 99.0})}
     results[second.key] = Result("b", False, {"val/top1": 20.0, "val/top5": 50.0})
@@ -110,13 +112,13 @@ def test_model_too_large_for_the_images_of_the_paper_has_no_counts(write_grid: W
         table: footprint
         rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 15}}]
     """)
-    (line,) = tabled(open_grid_run(path, "digits", ("data.size=64", "data.resize=64"), tmp_path), {})
+    (line,) = tabled(open_grid_run(GridRequest(path, "digits", ("data.size=64", "data.resize=64"), tmp_path)), {})
     assert (line.params, line.flops, line.paper_params) == (None, None, 10.5)
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_table_of_the_paper_has_every_number_and_row(name: Any, tmp_path: Path) -> None:
-    grid_run = open_grid_run(GRIDS_DIR / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path)
+    grid_run = open_grid_run(GridRequest(GRIDS_DIR / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path))
     assert grid_run.grid.robustness == grid_run.grid.table == name
     columns = [f"{c.name}_{number}" for c in PROTOCOLS[name].conditions for number in c.numbers]
     paper = paper_numbers(name)

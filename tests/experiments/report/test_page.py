@@ -13,6 +13,7 @@ from experiments.evaluation.attention import compute_attention, in_words, open_i
 from experiments.evaluation.evaluate import open_checkpoint
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName
+from experiments.grids.request import GridRequest
 from experiments.report import charts as charts_module
 from experiments.report import data
 from experiments.report.charts import CURVES
@@ -99,7 +100,7 @@ def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Pa
     """Notes explain which rows have curves, labels and commands."""
     monkeypatch.setattr(data, "MOST_ROWS", 3)
     rows = [{"id": f"row{number}", "model": {"name": "resnet26"}, "recipe": {"lr": 0.1 + number}} for number in range(6)]
-    grid_run = open_grid_run(write_grid(yaml.safe_dump({"question": "q", "rows": rows})), "digits", (), tmp_path)
+    grid_run = open_grid_run(GridRequest(write_grid(yaml.safe_dump({"question": "q", "rows": rows})), "digits", (), tmp_path))
     results = finished(grid_run, {"row0": 50.0, "row1": 90.0, "row2": 70.0, "row4": 80.0, "row5": 60.0})
     lines = table_rows(grid_run, results)
     kept = ["row1", "row2", "row4"]
@@ -169,13 +170,13 @@ def test_commands_for_a_row_train_the_same_trials(protocol: str, tmp_path: Path)
     path = tmp_path / "all.yaml"
     rows = "[{id: one, model: {name: resnet26}}, {id: two, model: {name: san10_pairwise, footprint: 5}}]"
     path.write_text(f'question: "{QUESTION}"\n{protocol}\nrows: {rows}\n')
-    grid_run = open_grid_run(path, "digits", ("recipe.lr=0.05",), tmp_path / "runs", seeds=2)
+    grid_run = open_grid_run(GridRequest(path, "digits", ("recipe.lr=0.05",), tmp_path / "runs", seeds=2))
     for row in ("one", "two"):
         found = re.fullmatch(r"cat > (\S+) <<'END'\n(.*)END\n(.*)", commands_for_row(grid_run, row), re.DOTALL)
         assert found is not None
         file, text, command = found.groups()
         assert command == f"san run {file} --profile digits recipe.lr=0.05"
         (tmp_path / file).write_text(text)
-        alone = open_grid_run(tmp_path / file, "digits", grid_run.overrides, tmp_path / "runs")
+        alone = open_grid_run(GridRequest(tmp_path / file, "digits", grid_run.request.overrides, tmp_path / "runs"))
         assert [trial.key for trial in alone.trials] == [trial.key for trial in grid_run.trials if trial.row == row]
         assert (alone.grid.question, alone.grid.robustness) == (QUESTION, grid_run.grid.robustness)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from experiments.grids.expand import GRIDS_DIR
+from experiments.grids.request import GridRequest
 from experiments.report.charts import save_plot, short_names
 from experiments.report.plots import LETTER, LINE, WIDTH, Chart, Point, Series, svg
 from experiments.runner.grid_run import open_grid_run
@@ -52,7 +53,7 @@ def test_draws_ours_next_to_the_paper(
 def test_plot_grows_with_the_number_of_rows(tmp_path: Path) -> None:
     heights = {}
     for name in ("position", "footprint"):
-        grid_run = open_grid_run(GRIDS_DIR / f"{name}.yaml", "digits", (), tmp_path)
+        grid_run = open_grid_run(GridRequest(GRIDS_DIR / f"{name}.yaml", "digits", (), tmp_path))
         lines = tabled(grid_run, {trial.row: 90.0 for trial in grid_run.trials})
         save_plot(None, grid_run.trials, lines, "Title", tmp_path / f"{name}.png")
         heights[len(lines)] = Image.open(tmp_path / f"{name}.png").height

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments.grids.expand import GRIDS_DIR
+from experiments.grids.request import GridRequest
 from experiments.paper.tables import Claim, paper_claims, paper_rows
 from experiments.report.interval import Interval, pooled
 from experiments.report.study import Finding, Section, findings, section_of, spread_of, write_study
@@ -16,7 +17,7 @@ TABLES = ("relation", "mapping", "transformation", "footprint", "position")
 
 
 def opened(table: str, runs: Path) -> GridRun:
-    return open_grid_run(GRIDS_DIR / f"{table}.yaml", "digits", (), runs, seeds=3)
+    return open_grid_run(GridRequest(GRIDS_DIR / f"{table}.yaml", "digits", (), runs, seeds=3))
 
 
 def invented(grid_run: GridRun, tops: dict[str, list[float]]) -> Section:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import san
+from experiments.grids.request import GridRequest
 from experiments.report.data import TableRow, table_rows
 from experiments.report.tables import Table, csv_text, grid_table
 from experiments.runner.grid_run import open_grid_run
@@ -34,7 +35,7 @@ SWEEP = """
 
 
 def test_swept_values_are_columns_and_the_x_axis(write_grid: WriteGrid, tmp_path: Path) -> None:
-    grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
+    grid_run = open_grid_run(GridRequest(write_grid(SWEEP), "digits", (), tmp_path))
     lines = tabled(grid_run, {"footprint3-lr0.1": 97.25})
     heading, _, first, *_ = grid_table(lines).text().splitlines()
     assert heading.split()[:3] == ["row", "footprint", "lr"]
@@ -46,7 +47,7 @@ def test_swept_values_are_columns_and_the_x_axis(write_grid: WriteGrid, tmp_path
 
 
 def test_grid_without_a_table_counts_the_trained_models(write_grid: WriteGrid, tmp_path: Path) -> None:
-    grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
+    grid_run = open_grid_run(GridRequest(write_grid(SWEEP), "digits", (), tmp_path))
     spec = grid_run.trials[0].config.model.spec()
     counts = san.complexity(spec.build(10), 24)
     (first, *_) = table_rows(grid_run, {})
@@ -55,7 +56,7 @@ def test_grid_without_a_table_counts_the_trained_models(write_grid: WriteGrid, t
 
 
 def test_top5_is_left_out_for_five_classes(write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid_run = open_grid_run(write_grid(SWEEP), "digits", (), tmp_path)
+    grid_run = open_grid_run(GridRequest(write_grid(SWEEP), "digits", (), tmp_path))
     for classes, is_shown in ((5, False), (6, True)):
         monkeypatch.setattr("experiments.report.data.class_count", lambda trial, classes=classes: classes)
         assert ("top-5 ours" in grid_table(tabled(grid_run, {"footprint3-lr0.1": 97.25})).text()) == is_shown

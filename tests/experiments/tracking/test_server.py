@@ -9,6 +9,7 @@ import mlflow
 import numpy as np
 import pytest
 
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.trainer import run_trial
 from tests.experiments.conftest import SMALL_GRID, Rejected
@@ -59,7 +60,7 @@ def test_rejects_a_wrong_password(
 
 def test_no_file_contains_a_secret(server: Server, password: str, tmp_path: Path, process_group: None) -> None:
     runs = tmp_path / "runs"
-    grid_run = open_grid_run(SMALL_GRID, "digits", OVERRIDES, runs)
+    grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", OVERRIDES, runs))
     grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
     trial, client = grid_run.trials[0], grid_run.tracker.client
     run_trial(grid_run.workspace, trial, silent)

@@ -11,6 +11,7 @@ import mlflow.data
 import pytest
 
 from experiments.errors import UserError
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.plan import plan
 from experiments.runs.address import require_no_secret
@@ -167,7 +168,7 @@ def test_results_come_from_every_page(open_small_grid: OpenGrid, monkeypatch: py
 def test_environment_variable_selects_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_database: Path) -> None:
     elsewhere = tmp_path / "elsewhere.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{elsewhere}")
-    grid_run = open_grid_run(SMALL_GRID, "digits", (), tmp_path / "runs")
+    grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", (), tmp_path / "runs"))
     assert [cell.finished for cell in plan(grid_run)] == [False] * 3
     assert not elsewhere.exists()
     shutil.copy(empty_database, elsewhere)
@@ -202,7 +203,7 @@ def test_rejects_an_unusable_store(address: str, tmp_path: Path, monkeypatch: py
     (tmp_path / "broken.db").write_bytes(b"not a database" * 100)
     uri = address.format(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    grid_run = open_grid_run(SMALL_GRID, "digits", (), tmp_path / "runs")
+    grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", (), tmp_path / "runs"))
     with pytest.raises(TrackerError, match=rf"cannot use MLflow at {uri}: .*; check MLFLOW_TRACKING_URI and --runs"):
         plan(grid_run)
 

@@ -9,6 +9,7 @@ import torch
 
 import san
 from experiments.errors import UserError
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.pretrained import init_digest, initialize
@@ -89,7 +90,7 @@ def test_frozen_parts_keep_weights_and_statistics(
     san.save_checkpoint(theirs, tmp_path / "a.pt")
     tuned = (f"recipe.init={tmp_path / 'a.pt'}", "recipe.freeze=[stem, stage1]", "recipe.layer_decay=0.5", "recipe.epochs=1")
     path = write_grid("question: q\nrows: [{id: a, model: {name: san10_pairwise, footprint: 3}}]")
-    grid_run = open_grid_run(path, "digits", (*SHORT, *HELD_OUT, *tuned), runs)
+    grid_run = open_grid_run(GridRequest(path, "digits", (*SHORT, *HELD_OUT, *tuned), runs))
     grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
     trial = grid_run.trials[0]
     mine = run_trial(grid_run.workspace, trial, silent)

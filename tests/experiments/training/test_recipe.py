@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy, one_hot
 
 import san
 from experiments.errors import UserError
+from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.recipe import cutmix, erased, mixed, mixup, optimizer, schedule
 from tests.experiments.conftest import SMALL_GRID, OpenGrid
@@ -45,9 +46,9 @@ def test_learning_rate_is_scaled_with_the_batch_size(lr: float, batch: int, lr_b
 
 
 def test_scaled_learning_rate_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    open_grid_run(SMALL_GRID, "digits", ("recipe.batch_size=48",), tmp_path)
+    open_grid_run(GridRequest(SMALL_GRID, "digits", ("recipe.batch_size=48",), tmp_path))
     assert "learning rate scaled to 0.3 for recipe.batch_size=48" in capsys.readouterr().err
-    open_grid_run(SMALL_GRID, "digits", (), tmp_path)
+    open_grid_run(GridRequest(SMALL_GRID, "digits", (), tmp_path))
     assert capsys.readouterr().err == ""
 
 
@@ -204,4 +205,4 @@ def test_rejects_invalid_values(overrides: list[str], words: str) -> None:
 def test_rejects_more_accumulation_steps_than_images_in_a_step(overrides: list[str], most: int, tmp_path: Path) -> None:
     """By the batch size before the images are listed, and by the smallest step of an epoch after that."""
     with pytest.raises(UserError, match=rf"recipe.grad_accum_steps: .*{most} images"):
-        open_grid_run(SMALL_GRID, "digits", overrides, tmp_path)
+        open_grid_run(GridRequest(SMALL_GRID, "digits", overrides, tmp_path))
