@@ -120,6 +120,7 @@ REFUSALS = {
     "other weights": (("resnet26_cifar10", {"pretrained": True, "width_mult": 1}), "width_mult"),
     "weights for grey images": (("resnet26_cifar10", {"pretrained": True, "in_channels": 1}), "3 channels, not 1"),
     "widths and depths differ": (("resnet26", {"widths": [64]}), "4 depths but 1 widths"),
+    "empty stage": (("resnet26", {"depths": [1, 0, 4, 1]}), r"one block.*depths \(1, 0, 4, 1\)"),
     "too many stages": (("san10_pairwise", {"num_stages": 6}), "num_stages.*not 6"),
     "no stage of a ResNet": (("resnet26", {"num_stages": 1}), "num_stages.*not 1"),
     "no width": (("san10_pairwise", {"width_mult": 0}), "width_mult.*not 0"),
