@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_CHECKS = 1.0
 _TIMEOUT = 5.0
 _SECONDS_TO_START = 180.0
 _SECONDS_TO_RESPOND = 30.0
-"""How long the head may not accept connections. Ray would end this process after 60 s."""
+"""How long the head may not answer. Ray would end this process after 60 s."""
 
 
 @contextmanager
@@ -58,8 +58,9 @@ def _watch(local: bool, connected: threading.Event, ended: threading.Event, on_l
             responded_at = time.monotonic()
             if node not in alive():
                 message = "Ray died on this machine, perhaps because memory ran out (see `dmesg`)"
-        except OSError:
-            if time.monotonic() - responded_at > _SECONDS_TO_RESPOND:
+        except OSError as error:
+            has_ended = local and isinstance(error, ConnectionRefusedError)
+            if has_ended or time.monotonic() - responded_at > _SECONDS_TO_RESPOND:
                 where = "on this machine" if local else f"at {address}"
                 message = f"the Ray head {where} does not respond, perhaps because it was killed"
         except Exception:  # an interrupted sweep has called `ray.shutdown`

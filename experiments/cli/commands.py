@@ -159,7 +159,7 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
     """Print the results of a grid's finished trials.
 
     Trains nothing. Text output also draws the grid's plot. With text output, the exit code is 1 while trials are
-    unfinished.
+    unfinished, and 2 if none is finished.
 
     \b
     Example: san report experiments/grids/footprint.yaml --html footprint.html

@@ -426,7 +426,7 @@ def _words(item: Any) -> str:
     """Pydantic's message, and the value as in YAML."""
     if item["type"] == "missing":
         return "missing; this key is required"
-    message = item["msg"].removeprefix("Input ")
+    message = item["msg"].removeprefix("Input ").replace("valid tuple", "list")
     return f"{message[0].lower()}{message[1:]}, not {json.dumps(item['input'], default=str)}"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from experiments.grids.imports import SourceLoader
 from san.models import ModelSpec, ModuleSpec
 from san.models.modules import TIMM
 from san.nn.attention import TRANSFORMATIONS
@@ -53,11 +54,11 @@ def custom_code(spec: ModelSpec) -> dict[str, str]:
         functions = [function for row in rows for function in _functions(row)]
         if rows and (name not in OURS[field] or any(not f.__module__.startswith("san.") for f in functions)):
             digest = hashlib.sha256(b"" if functions else repr(rows).encode())
-            for file in sorted({_file(function) for function in functions}):
-                digest.update(file.read_bytes())
+            for source in sorted({_source(function) for function in functions}):
+                digest.update(source)
             digests[field] = digest.hexdigest()[:16]
     if isinstance(spec, ModuleSpec) and not spec.name.startswith(TIMM):
-        digests["model"] = hashlib.sha256(_file(type(spec).function).read_bytes()).hexdigest()[:16]
+        digests["model"] = hashlib.sha256(_source(type(spec).function)).hexdigest()[:16]
     return digests
 
 
@@ -71,7 +72,11 @@ def _functions(part: Any) -> Iterator[Any]:
         yield function if inspect.isroutine(function) or isinstance(function, type) else type(function)
 
 
-def _file(function: Any) -> Path:
+def _source(function: Any) -> bytes:
+    """Content of the file that defines a function."""
+    loader = getattr(inspect.getmodule(function), "__loader__", None)
+    if isinstance(loader, SourceLoader):
+        return loader.source.encode()
     try:
         file = inspect.getsourcefile(function)
     except TypeError:  # written in C, or in a shell
@@ -81,4 +86,4 @@ def _file(function: Any) -> Path:
             f"cannot read the source of {function.__qualname__}, which is part of the trial's key; "
             "define this function or class in a file"
         )
-    return Path(file)
+    return Path(file).read_bytes()

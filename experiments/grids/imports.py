@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import sys
-import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.abc import ExecutionLoader
 from pathlib import Path
 
 from experiments.errors import UserError
-from experiments.grids.config import Strict
 
 
-class SourceFile(Strict):
+@dataclass(frozen=True, slots=True)
+class SourceFile:
     """A Python file: its stem and its content."""
 
     name: str
@@ -30,10 +30,10 @@ def import_files(paths: Iterable[str | Path]) -> tuple[SourceFile, ...]:
     files = []
     for path in map(Path, paths):
         try:
-            file = SourceFile(name=path.stem, source=path.read_text(encoding="utf-8"))
+            file = SourceFile(name=path.stem, source=path.read_bytes().decode("utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: cannot be imported ({error}); give the path of a Python file") from None
-        _import(file, str(path.resolve()))
+        _import(file, path.resolve())
         files.append(file)
     return tuple(files)
 
@@ -41,27 +41,32 @@ def import_files(paths: Iterable[str | Path]) -> tuple[SourceFile, ...]:
 def import_sources(files: Iterable[SourceFile]) -> None:
     """Imports files by their source, in the process of a worker."""
     for file in files:
-        _import(file, None)
+        _import(file, Path(f"{file.name}.py"))
 
 
-def _import(file: SourceFile, path: str | None) -> None:
+class SourceLoader(ExecutionLoader):
+    """Imports a file whose content is known, so that it need not be on this machine. Tracebacks show its lines."""
+
+    def __init__(self, file: SourceFile, path: Path) -> None:
+        self.source, self.path = file.source, path
+
+    def get_source(self, fullname: str) -> str:
+        return self.source
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self.path)
+
+
+def _import(file: SourceFile, path: Path) -> None:
     name = f"san_import_{hashlib.sha256(file.source.encode()).hexdigest()[:16]}_{file.name}"
     if name in sys.modules:
         return
-    location = Path(path or Path(_folder().name, f"{name}.py"))
-    if path is None:  # a file here, too: the key of a trial has a digest of it, and tracebacks show its lines
-        location.write_text(file.source, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, location)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{location}: cannot be imported; give the path of a Python file, which ends in .py")
+    loader = SourceLoader(file, path)
+    spec = importlib.util.spec_from_loader(name, loader)
+    assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:  # any: it is not our code
         del sys.modules[name]
-        raise UserError(f"{location}: cannot be imported ({type(error).__name__}: {error})") from error
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="san-imports-")
+        raise UserError(f"{path}: cannot be imported ({type(error).__name__}: {error})") from error

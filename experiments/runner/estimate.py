@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import mean
 
 from experiments.grids.config import flat
 from experiments.grids.grid import Trial
@@ -23,6 +22,8 @@ VALIDATION_COST = 0.25
 """Time to validate an image over the time to train with it: 0.21 to 0.28 on one core, for SAN10 and ResNet26."""
 START_SECONDS = 2.0
 """For a trial with one worker after the first."""
+LEAST_SECONDS = 10.0
+"""Of training, for a speed to count: the first steps of a process are slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +34,20 @@ class Hours:
     cpu: float
     gpu: float
     is_rough: bool
-    """Whether it follows from the FLOPs, because no run of the same model has finished."""
+    """Whether it follows from the FLOPs, because no run of the same model has trained for `LEAST_SECONDS`."""
 
 
 class Estimator:
     """Estimates hours of training from finished runs."""
 
     def __init__(self, results: Iterable[Result]) -> None:
-        speeds: defaultdict[Setting, list[float]] = defaultdict(list)
+        trained: defaultdict[Setting, list[tuple[float, float]]] = defaultdict(list)
         for result in results:
-            if result.finished and "summary/images_per_second" in result.metrics:
-                speeds[_setting(result.params)].append(result.metrics["summary/images_per_second"])
-        self._speeds = {setting: mean(measured) for setting, measured in speeds.items()}
+            if result.finished and "summary/training_hours" in result.metrics:
+                seconds = 3600 * result.metrics["summary/training_hours"]
+                trained[_setting(result.params)].append((seconds, seconds * result.metrics["summary/images_per_second"]))
+        sums = {setting: [sum(column) for column in zip(*measured, strict=True)] for setting, measured in trained.items()}
+        self._speeds = {setting: images / seconds for setting, (seconds, images) in sums.items() if seconds >= LEAST_SECONDS}
 
     def hours(self, trial: Trial, train_images: int, val_images: int) -> Hours:
         """Hours for a trial with so many images per epoch."""

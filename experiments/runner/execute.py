@@ -139,6 +139,7 @@ def _train_claimed(
             _ray_folder(grid_run) as folder,
             interruptible(ask_trials) as is_interrupted,
         ):
+            restart.is_interrupted = is_interrupted
             train_one = functools.partial(
                 run_trial, grid_run.workspace, should_continue=should_continue, should_stop=stop, grid_claim=claim
             )

@@ -27,7 +27,8 @@ SECONDS = 10.0
 class Restart:
     """Called in a thread when Ray has died. Replaces this process with a new one that resumes the grid.
 
-    On a cluster that this command did not start, and after `LIMIT` restarts without progress, exits with code 1.
+    Exits with code 1 on a cluster that this command did not start, after `LIMIT` restarts without progress, and after an
+    interruption: a signal to the whole process group, as from `timeout`, ends Ray as well.
     """
 
     grid_run: GridRun
@@ -35,10 +36,12 @@ class Restart:
     local: bool
     has_advanced: Callable[[], bool] = lambda: False
     """Whether this process has made progress, so that restarts are counted from zero."""
+    is_interrupted: Callable[[], bool] = lambda: False
+    """Whether the user has interrupted this process."""
 
     def __call__(self, message: str) -> NoReturn:
         count = 0 if self.has_advanced() else int(os.environ.get(RESTARTS, "0"))
-        if self.local and count < LIMIT:
+        if self.local and count < LIMIT and not self.is_interrupted():
             print_status(f"{message}; restarting Ray ({count + 1} of {LIMIT}); finished epochs are kept")
             os.environ[RESTARTS] = str(count + 1)
             kill_descendants()

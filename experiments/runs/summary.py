@@ -42,9 +42,11 @@ class Epoch:
 
 
 def best_of(history: Sequence[Epoch]) -> Epoch | None:
-    """The first of the epochs with the highest top-1; None if none was validated."""
-    validated = [(epoch.top1, epoch) for epoch in history if epoch.top1 is not None]
-    return max(validated, key=lambda pair: pair[0])[1] if validated else None
+    """The epoch with the highest top-1, of several the one with the lowest loss; None if none was validated."""
+    validated = [
+        (epoch.top1, -epoch.val_loss, epoch) for epoch in history if epoch.top1 is not None and epoch.val_loss is not None
+    ]
+    return max(validated, key=lambda scored: scored[:2])[2] if validated else None
 
 
 def summary_csv(history: Sequence[Epoch], ended: Mapping[int, int]) -> bytes:

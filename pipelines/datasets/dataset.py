@@ -130,7 +130,7 @@ class Dataset:
         path = Path(path)
         if not os.path.isfile(path):
             what = "a folder" if os.path.isdir(path) else "not a regular file" if os.path.exists(path) else "no such file"
-            raise DataError(f"{path}: {what}; expected one JPEG or PNG image")
+            raise DataError(f"{path}: {what}; expected an image")
         return cls(path.parent, "", ("",), Paths.of([path.name]), (0,), (path.stat().st_size,))
 
     @classmethod

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from san.choice import ChoiceError
 from san.models.base import BaseModel, ModelSpec
 from san.models.registry import model_spec
 
@@ -203,7 +204,8 @@ def restore(
         expected = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]  # torch adds a trace of its C++ code
-        raise CheckpointError(f"{path}: the model described in this file cannot be built ({reason})") from None
+        hint = "; if a file of yours registers it, import this file first" if isinstance(error, ChoiceError) else ""
+        raise CheckpointError(f"{path}: the model described in this file cannot be built ({reason}){hint}") from None
     check_fit(path, f"{spec.name} with {num_classes} classes", expected, state)
     model = spec.build(num_classes, in_channels)
     model.load_state_dict(dict(state))  # in a plain dict, torch sets missing values of num_batches_tracked to zero

@@ -214,7 +214,7 @@ def test_rejects_unknown_keys() -> None:
 
 
 OURS: dict[str, tuple[dict[str, object], str]] = {
-    "unknown name": ({"name": "resnet27"}, "resnet27"),
+    "unknown name": ({"name": "resnet27"}, "import this file first"),
     "unknown field": ({"overrides": {"depth": 3}}, "no field dep"),
     "no fields": ({"overrides": 3}, "cannot be built"),
     "other classes": ({"num_classes": 4}, "2 of the wrong shape: fc.weight"),

@@ -143,6 +143,8 @@ def test_long_table_is_cut_between_rows_in_the_description(open_text: OpenGrid) 
 
 def test_plan_estimates_hours_from_similar_finished_runs(open_text: OpenGrid) -> None:
     finish_at_speed(open_text("{question: q, rows: [{id: trial, model: {name: san10_pairwise}}]}"), 100.0)
+    brief = "{id: brief, model: {name: san10_pairwise, footprint: 5}, recipe: {lr: 0.3}}"
+    finish_at_speed(open_text(f"{{question: q, rows: [{brief}]}}", "brief"), 1.0, hours=0.001)
     rows = [
         "{id: trial}",
         "{id: longer, recipe: {epochs: 36, lr: 0.1}}",
@@ -199,13 +201,13 @@ def test_plan_of_trials_that_do_not_fit_fails(open_text: OpenGrid) -> None:
     assert not can_run and any("cannot run here" in line for line in lines)
 
 
-def finish_at_speed(grid_run: GridRun, images_per_second: float) -> None:
-    """Marks the only trial of a grid as finished, trained at this speed."""
+def finish_at_speed(grid_run: GridRun, images_per_second: float, hours: float = 1.0) -> None:
+    """Marks the only trial of a grid as finished, trained at this speed for so long."""
     (trial,) = grid_run.trials
     grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
     tracked = grid_run.tracker.open(trial)
     tracked.describe(trial, san.Complexity(1, 2, 3, ()))
-    tracked.add({"summary/images_per_second": images_per_second})
+    tracked.add({"summary/images_per_second": images_per_second, "summary/training_hours": hours})
     tracked.finish()
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import san
 from experiments.cli import weights
 from experiments.evaluation.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
-from experiments.grids.config import PROJECT_DIR
+from experiments.grids.config import PROJECT_DIR, merged
 from experiments.grids.transform import transform
 from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import Checkpoint, best_in
@@ -140,6 +141,9 @@ def files(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "flipped_bit.pt").write_bytes(flip_a_bit(of_step(1, value=1.0).as_bytes()))
     san.save_checkpoint(san.create_model("san10_pairwise", 10, in_channels=1, num_stages=1), folder / "grey.pt")
     san.save_checkpoint(trained.best.model(), folder / "ours.pt")
+    origin = trained.best.origin
+    record = merged(origin.record, {"model": {"relation": "maximum"}})
+    (folder / "registered.pt").write_bytes(replace(trained.best, origin=replace(origin, record=record)).as_bytes())
     for count in (3, 10):
         for label in range(count):
             images = folder / f"{count}_classes" / "val" / f"class{label}"
@@ -168,6 +172,7 @@ NO_RUN = 32 * "0"
         ("{files}/tensor.pt", ["tensor.pt", "Tensor"]),
         ("{files}/no_weights.pt", ["no_weights.pt", "no state dict"]),
         ("{files}/old.pt", ["old.pt", "older version"]),
+        ("{files}/registered.pt", ["unknown relation 'maximum'", "add --import FILE"]),
         ("{files}/released.pt model.path=x", ["san10_pairwise has no field path"]),
         ("{files}/grey.pt", ["grey.pt", "1-channel"]),
         ("{files}/ours.pt data.size=2 data.resize=2 --profile digits", ["stage 1 of san10_pairwise", "2 x 2"]),

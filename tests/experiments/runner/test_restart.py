@@ -39,6 +39,18 @@ def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_signal_to_all_processes_ends_the_run(tmp_path: Path) -> None:
+    """As from `timeout`: Ray gets the signal, too, and is not started again."""
+    driver = Driver(SMALL_GRID, tmp_path / "runs", ["recipe.epochs=200", "--only", "resnet26_3"], {MARK: str(tmp_path)})
+    driver.wait_for("_3 epoch")
+    os.killpg(driver.process.pid, signal.SIGTERM)
+    assert driver.finish() == 1
+    assert "run the same command again to resume" in driver.said and "restarting Ray" not in driver.said
+    assert "Traceback" not in driver.said
+    wait_until_gone(str(tmp_path))
+
+
+@pytest.mark.slow
 def test_run_gives_up_after_too_many_restarts(tmp_path: Path) -> None:
     """A pause after the first step prevents progress, which would reset the number of restarts."""
     environment = {MARK: str(tmp_path), RESTARTS: str(LIMIT), "WITNESS_PAUSE": str(PATIENCE)}

@@ -26,6 +26,11 @@ def test_epochs_without_validation_are_not_the_best() -> None:
     assert history[0].metrics().keys() == EPOCH.metrics().keys() - {"val/loss", "val/top1", "val/top5"}
 
 
+def test_lower_loss_decides_between_epochs_with_the_same_top1() -> None:
+    history = [replace(EPOCH, epoch=number, val_loss=loss) for number, loss in enumerate([38.3, 0.6, 0.7])]
+    assert best_of(history) == history[1]
+
+
 def test_confusion_round_trip() -> None:
     one = Confusion(("a cat", 'the "dog"', "none"), ((3, 1, 0), (0, 2, 0), (0, 0, 0)))
     assert Confusion.of_csv(one.as_csv()) == one
