@@ -119,7 +119,7 @@ def test_non_finite_loss_stops_the_trial(open_small_grid: OpenGrid) -> None:
 
 def test_drop_path_reaches_the_last_block(open_small_grid: OpenGrid) -> None:
     grid_run = open_small_grid(*SHORT, "recipe.drop_path=0.2")
-    model = run_trial(grid_run.workspace, resnet(grid_run), silent)
+    model = run_trial(grid_run.workspace, grid_run.trials[0], silent)
     assert max(getattr(module, "drop_path_rate", 0.0) for module in model.modules()) == 0.2
 
 
