@@ -127,6 +127,9 @@ def test_complete_shards_are_kept_and_others_rejected(data: Dataset, out: Path) 
         with pytest.raises(DataError, match="already holds shards of train"):
             packed(other, out, size)
     assert times() == before and len(Dataset.open_shards(out, "train")) == len(data)
+    (out / "train.index").unlink()
+    with pytest.raises(DataError, match="already holds shards of train"):
+        packed(data, out)
 
 
 def test_interrupted_packing_leaves_nothing(data: Dataset, out: Path) -> None:
