@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -115,6 +115,19 @@ def test_non_finite_loss_stops_the_trial(open_small_grid: OpenGrid) -> None:
     with pytest.raises(FloatingPointError, match=r"loss in step [23] of epoch 0 .*: .*/epoch-0000-step-0000001.pt"):
         run_trial(grid_run.workspace, grid_run.trials[0], silent)
     assert "metric-logger" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_trial_ends_after_an_epoch_if_it_should_not_continue(open_small_grid: OpenGrid) -> None:
+    grid_run = open_small_grid(*SHORT)
+    trial, asked = resnet(grid_run), []
+
+    def should_continue(key: str, top1: Sequence[float]) -> bool:
+        asked.append((key, len(top1)))
+        return False
+
+    run_trial(grid_run.workspace, trial, silent, should_continue)
+    assert asked == [(trial.key, 1)]
+    assert grid_run.tracker.results()[trial.key].stopped_at == 1
 
 
 def test_drop_path_reaches_the_last_block(open_small_grid: OpenGrid) -> None:
