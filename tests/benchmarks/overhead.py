@@ -135,7 +135,7 @@ def prepared(profile: str, overrides: Sequence[str], runs: Path) -> tuple[Worksp
     from experiments.grids.request import GridRequest
     from experiments.runner.grid_run import open_grid_run  # imports MLflow, which the plain loop does not need
 
-    grid_run = open_grid_run(GridRequest(GRID, profile, overrides, runs))
+    grid_run = open_grid_run(GridRequest(GRID, profile, tuple(overrides), runs))
     if os.environ.get("RANK", "0") == "0":
         grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
     return grid_run.workspace, next(trial for trial in grid_run.trials if trial.row == ROW)

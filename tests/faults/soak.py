@@ -292,7 +292,7 @@ class Episode:
 
     def check_tracking(self) -> None:
         with patch.dict(os.environ, self.environment):
-            grid_run = open_grid_run(GridRequest(GRID, "digits", self.overrides, self.place))
+            grid_run = open_grid_run(GridRequest(GRID, "digits", tuple(self.overrides), self.place))
             client, runs = grid_run.tracker.client, runs_of(grid_run)
         epochs = [metric.step for run in runs for metric in client.get_metric_history(run.info.run_id, "val/top1")]
         if len(runs) != 1 or sorted(epochs) != list(range(12)) or runs[0].info.status != "FINISHED":
@@ -308,7 +308,7 @@ class Episode:
 
     def table(self) -> str:
         with patch.dict(os.environ, self.environment):
-            title = open_grid_run(GridRequest(GRID, "digits", self.overrides, self.place)).report_name
+            title = open_grid_run(GridRequest(GRID, "digits", tuple(self.overrides), self.place)).report_name
         return self.last_file(title, "table.csv").decode()
 
     def weights(self) -> Mapping[str, torch.Tensor] | None:

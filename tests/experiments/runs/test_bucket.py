@@ -9,6 +9,7 @@ import pytest
 
 from experiments.cli import submit
 from experiments.errors import UserError
+from experiments.grids.request import GridRequest
 from experiments.runs.bucket import S3Store
 from experiments.runs.store import StorageError
 from experiments.runs.workspace import open_store, open_workspace
@@ -28,7 +29,7 @@ from tests.experiments.servers import ObjectStore, free_port
     ],
 )
 def test_rejects_an_address_with_a_password_without_printing_it(uri: str) -> None:
-    for take in (open_store, functools.partial(submit.check, SMALL_GRID, "digits", ())):
+    for take in (open_store, lambda uri: submit.check(GridRequest(SMALL_GRID, runs=uri))):
         with pytest.raises(UserError, match="AWS_SECRET_ACCESS_KEY") as raised:
             take(uri)
         assert "sesame" not in str(raised.value)
