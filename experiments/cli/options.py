@@ -92,8 +92,8 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def grid_options(*options: Option) -> Option:
-    """Adds the arguments and options that describe a grid to a command, which gets them as its argument `request`; `options`
-    are those that not all such commands have."""
+    """Adds a grid's arguments and options to a command, which gets them as one argument, `request`. `options` are those that
+    only some commands have."""
 
     def add(command: Command) -> Command:
         @functools.wraps(command)

@@ -203,8 +203,7 @@ def _config(values: Mapping[str, Any]) -> TrialConfig:
     except ValidationError as error:
         raise UserError("\n".join(f"{key}: {what}" for key, what in schema_errors(error, TrialConfig))) from None
     if wrong := [f"{key}: {what}" for key, what in model_errors(config.model, config.data.size)]:
-        hint = "; if a file of yours registers it, add --import FILE" if "unknown" in wrong[0] else ""
-        raise UserError("\n".join(wrong) + hint)
+        raise UserError("\n".join(wrong))
     return config
 
 

@@ -121,7 +121,7 @@ def model_errors(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
             model.spec().build(num_classes=2)
         custom_code(model.spec())
     except ChoiceError as error:
-        yield f"model.{error.field}", str(error)
+        yield f"model.{error.field}", f"{error}; if a file of yours registers it, add --import FILE"
     except (ModelError, UnknownCodeError) as error:
         yield "model", str(error)
 
