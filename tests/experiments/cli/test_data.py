@@ -177,7 +177,8 @@ def test_check_shows_a_bar_and_can_be_interrupted(images: Path) -> None:
     terminal, end_of_process = pty.openpty()
     termios.tcsetwinsize(end_of_process, (24, 100))
     command = [sys.executable, "-m", "experiments", "data", "check", str(images)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end_of_process, text=True) as process:
+    variables = os.environ | {"TERM": "xterm"}  # a dumb terminal has no bar
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=end_of_process, text=True) as process:
         os.close(end_of_process)
         shown = b""
         while b"image" not in shown:
