@@ -58,6 +58,13 @@ def test_check_lists_no_broken_images(images: Path, san_data: San, tmp_path: Pat
     assert not list(images.glob("*.txt"))
 
 
+def test_check_names_broken_images_in_the_order_of_the_list(images: Path, san_data: San) -> None:
+    (images / "train/cat/0.jpg").write_bytes(b"")
+    (images / "train/dog/line\nbreak.jpg").write_bytes(b"")  # found before any image is decoded
+    result = json.loads(san_data("check", images, "--split", "train", "--json")[1])[0]
+    assert [item["path"] for item in result["broken"]] == [f"{images}/train/cat/0.jpg", f"{images}/train/dog/line\nbreak.jpg"]
+
+
 def test_check_reports_split_lists_with_broken_images(images: Path, san_data: San) -> None:
     san_data("split", images, "--per-class", "1")
     train = Dataset.open(images, "train-split")
