@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-if torch.version.cuda is None and importlib.util.find_spec("torchvision"):
+if torch.version.cuda is None and importlib.util.find_spec("torchvision") and not hasattr(torch.ops.torchvision, "nms"):
     # torchvision cannot load its own operators and fails without these two. Only `nms` is used here.
     library = torch.library.Library("torchvision", "DEF")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
