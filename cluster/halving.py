@@ -38,7 +38,7 @@ class Rungs:
             grace_period=halving.first,
             reduction_factor=halving.reduction,
         )
-        self._cells: dict[str, Any] = {}
+        self._trials: dict[str, Any] = {}
         self._stopped: set[str] = set()
         for key, scores in known.items():
             self._record(key, scores)
@@ -56,13 +56,13 @@ class Rungs:
     def _record(self, key: str, scores: Sequence[float]) -> bool:
         """Whether the last score is too low."""
         tune: Any = None  # the scheduler's controller, which it does not use
-        if key not in self._cells:
-            self._cells[key] = SimpleNamespace(trial_id=key)  # the only attribute of a trial that the scheduler uses
-            self._scheduler.on_trial_add(tune, self._cells[key])
+        if key not in self._trials:
+            self._trials[key] = SimpleNamespace(trial_id=key)  # the only attribute of a trial that the scheduler uses
+            self._scheduler.on_trial_add(tune, self._trials[key])
         decision = TrialScheduler.CONTINUE
         for time, score in enumerate(scores[: self._last - 1], 1):
             result = {"time": time, "score": score}
-            decision = self._scheduler.on_trial_result(tune, self._cells[key], result)
+            decision = self._scheduler.on_trial_result(tune, self._trials[key], result)
         return decision == TrialScheduler.STOP
 
 

@@ -61,14 +61,14 @@ def concurrency(placement: Placement, resources: Resources) -> int:
         ClusterError: no trial fits, and the cluster does not grow.
     """
     workers = workers_that_fit(placement, resources)
-    cells = workers // placement.workers
-    if cells == 0 and not resources.grows:
+    trials = workers // placement.workers
+    if trials == 0 and not resources.grows:
         enough = f"enough for {_count(workers, 'such worker')}" if workers else "not enough for one such worker"
         raise ClusterError(
             f"a trial needs {placement}, but the cluster has {resources}, {enough}; "
             "lower resources.workers, resources.cpus or resources.gpus, or use a larger cluster"
         )
-    return cells
+    return trials
 
 
 def workers_that_fit(placement: Placement, resources: Resources) -> int:

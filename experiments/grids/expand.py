@@ -248,13 +248,13 @@ def _repeated(grid: Grid) -> Iterator[str]:
 
 def _multiplied(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]]) -> tuple[Row, ...]:
     """Every row with every combination of values, which are part of its id; the last axis varies fastest."""
-    cells = []
+    result = []
     for row, values in itertools.product(rows, itertools.product(*axes.values())):
         named = list(zip(axes, values, strict=True))
         parts = [row.id, *(_id_part(key, value) for key, value in named)]
         layer = merged(row.model_dump(exclude={"id"}), *(_nested(key, value) for key, value in named))
-        cells.append(Row.model_validate({"id": "-".join(filter(None, parts)), **layer}))
-    return tuple(cells)
+        result.append(Row.model_validate({"id": "-".join(filter(None, parts)), **layer}))
+    return tuple(result)
 
 
 def _id_part(key: str, value: Any) -> str:

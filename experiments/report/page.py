@@ -245,7 +245,7 @@ def _facts(report: GridReport) -> dict[str, Any]:
     def tagged(result: Result, name: str, missing: str = "see environment.txt of the run") -> str:
         return result.tags.get(f"san.{name}", missing)
 
-    cells = [
+    facts = [
         {
             "key": trial.key,
             "run": result.run_id,
@@ -259,9 +259,9 @@ def _facts(report: GridReport) -> dict[str, Any]:
         }
         for trial, result in report.finished
     ]
-    same = {name: cells[0][name] for name in SAME if cells and len({cell[name] for cell in cells}) == 1}
-    each = [{name: value for name, value in cell.items() if name not in same} for cell in cells]
-    return {"same_facts": {SAME[name]: value for name, value in same.items()}, "trial_facts": each}
+    same = {name: facts[0][name] for name in SAME if facts and len({each[name] for each in facts}) == 1}
+    rest = [{name: value for name, value in each.items() if name not in same} for each in facts]
+    return {"same_facts": {SAME[name]: value for name, value in same.items()}, "trial_facts": rest}
 
 
 def commands_for_row(grid_run: GridRun, row: str) -> str:

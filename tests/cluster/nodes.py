@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 from cluster import Placement
 from cluster.session import session
 from cluster.sweep import Report, sweep
-from tests.cluster.cells import Shouting
+from tests.cluster.functions import Shouting
 
 # Ray notices a lost node within 2 s instead of 15.
 IMPATIENT = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster import Placement, Resources
 from cluster.halving import Halving, Rungs, judge
 from cluster.sweep import sweep
-from tests.cluster import cells
+from tests.cluster import functions
 
 HISTORIES = st.lists(st.lists(st.integers(0, 5).map(float), min_size=1, max_size=30), min_size=1, max_size=12)
 
@@ -57,10 +57,10 @@ def test_known_results_of_other_trials_count() -> None:
 def test_trials_ask_from_worker_processes(workers: int, resources: Resources, tmp_path: Path) -> None:
     if resources.cpus < workers:
         pytest.skip(f"needs {workers} CPUs")
-    memory = cells.Memory()
+    memory = functions.Memory()
     with judge(Halving(1, 2, 9), {"known": [5.0]}) as ask:
         values = {"good": (ask, "good", [6.0, 1.0]), "bad": (ask, "bad", [4.0, 0.0])}
-        outcomes = sweep(cells.asking, values, Placement(workers), storage=tmp_path, observer=memory)
+        outcomes = sweep(functions.asking, values, Placement(workers), storage=tmp_path, observer=memory)
     assert all(outcome.error is None for outcome in outcomes.values())
     assert memory.of("good") == [{"should_continue": 1.0}] * 2
     assert memory.of("bad") == [{"should_continue": 0.0}] * 2

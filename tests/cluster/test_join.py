@@ -31,11 +31,11 @@ import sys
 from cluster import Placement
 from cluster.session import session
 from cluster.sweep import sweep
-from tests.cluster import cells
-memory = cells.Memory()
+from tests.cluster import functions
+memory = functions.Memory()
 placement = Placement(int(sys.argv[3]))
 with session(sys.argv[1]):
-    outcomes = sweep(cells.describing, {"trial": ""}, placement, storage=sys.argv[2], observer=memory)
+    outcomes = sweep(functions.describing, {"trial": ""}, placement, storage=sys.argv[2], observer=memory)
 print(outcomes["trial"].error, [report["sees_gpus"] for report in memory.of("trial")])
 """
 

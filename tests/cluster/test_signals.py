@@ -43,7 +43,7 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A driver whose first trial has started. Kills the remaining processes at the end."""
     environment = os.environ | {MARK: str(tmp_path)}
     environment.pop("RAY_ADDRESS", None)
-    command = [sys.executable, "-m", "tests.cluster.cells", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.cluster.functions", str(tmp_path)]
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

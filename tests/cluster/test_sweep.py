@@ -5,24 +5,24 @@ import pytest
 
 from cluster import ClusterError, Placement, Resources
 from cluster.sweep import sweep
-from tests.cluster import cells
+from tests.cluster import functions
 
 
 @pytest.fixture
-def memory(resources: Resources) -> cells.Memory:
-    return cells.Memory()
+def memory(resources: Resources) -> functions.Memory:
+    return functions.Memory()
 
 
 def test_empty_sweep(tmp_path: Path) -> None:
-    assert sweep(cells.timed, {}, Placement(), storage=tmp_path, observer=cells.Memory()) == {}
+    assert sweep(functions.timed, {}, Placement(), storage=tmp_path, observer=functions.Memory()) == {}
 
 
-def test_two_trials_at_a_time(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+def test_two_trials_at_a_time(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
     # Each takes half of the CPUs, so that two run at a time.
     values = dict.fromkeys("abcd", 3.0)
-    outcomes = sweep(cells.timed, values, Placement(cpus=resources.cpus // 2), storage=tmp_path, observer=memory)
+    outcomes = sweep(functions.timed, values, Placement(cpus=resources.cpus // 2), storage=tmp_path, observer=memory)
     assert list(outcomes) == list("abcd")
     assert all(outcome.error is None for outcome in outcomes.values())
     spans = {key: [report["time"] for report in memory.of(key)] for key in values}
@@ -31,18 +31,18 @@ def test_two_trials_at_a_time(resources: Resources, memory: cells.Memory, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_no_trial_starts_after_a_fatal_error(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+def test_no_trial_starts_after_a_fatal_error(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:
     values = {"good": "well", "bad": "raises a final error", "never": "well"}
     alone = Placement(cpus=resources.cpus)
     with pytest.raises(ClusterError, match=r"^it is wrong$"):
-        sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, fatal=(ValueError,))
+        sweep(functions.ending, values, alone, storage=tmp_path, observer=memory, fatal=(ValueError,))
     assert memory.starts == ["good", "bad"]
     assert [(outcome.key, outcome.error) for outcome in memory.outcomes] == [("good", None), ("bad", "it is wrong")]
 
 
-def test_reports_arrive_in_order_also_if_another_trial_fails(memory: cells.Memory, tmp_path: Path) -> None:
+def test_reports_arrive_in_order_also_if_another_trial_fails(memory: functions.Memory, tmp_path: Path) -> None:
     values = {"good": 3, "bad": 0}
-    outcomes = sweep(cells.counting, values, Placement(), storage=tmp_path, observer=memory, retries=0)
+    outcomes = sweep(functions.counting, values, Placement(), storage=tmp_path, observer=memory, retries=0)
     assert memory.of("good") == [{"epoch": 0}, {"epoch": 1}, {"epoch": 2}]
     assert outcomes["good"].error is None
     assert outcomes["bad"].error == "ValueError: nothing to count not even to one"
@@ -51,9 +51,9 @@ def test_reports_arrive_in_order_also_if_another_trial_fails(memory: cells.Memor
     assert {outcome.key: outcome for outcome in memory.outcomes} == outcomes
 
 
-def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_dead_workers_are_retried(memory: functions.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     values = {"once": str(tmp_path / "marker"), "always": "/nowhere/marker"}
-    outcomes = sweep(cells.dying, values, Placement(), storage=tmp_path / "s", observer=memory, retries=1)
+    outcomes = sweep(functions.dying, values, Placement(), storage=tmp_path / "s", observer=memory, retries=1)
     assert sorted(memory.starts) == ["always", "always", "once", "once"]
     assert memory.reports == [("once", {"survived": 1.0})]
     assert sorted(key for key, _ in memory.failures) == ["always", "once"]
@@ -64,23 +64,31 @@ def test_dead_workers_are_retried(memory: cells.Memory, tmp_path: Path, capfd: p
 
 
 @pytest.mark.slow
-def test_process_is_reused_unless_a_trial_fails(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+def test_process_is_reused_unless_a_trial_fails(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:
     ways = ["well", "well", "raises", "well", "raises a final error", "well", "dies", "well", "well"]
     values = {f"{number}": way for number, way in enumerate(ways)}
     alone = Placement(cpus=resources.cpus)  # one trial at a time
-    outcomes = sweep(cells.ending, values, alone, storage=tmp_path, observer=memory, retries=0, non_retryable=(ValueError,))
+    outcomes = sweep(functions.ending, values, alone, storage=tmp_path, observer=memory, retries=0, non_retryable=(ValueError,))
     assert [outcome.error is None for outcome in outcomes.values()] == [way == "well" for way in ways]
     pids = [reports[0]["pid"] for reports in map(memory.of, values)]
     assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 3, 3, 7, 7]
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_non_retryable_error_is_not_retried(workers: int, resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+def test_non_retryable_error_is_not_retried(
+    workers: int, resources: Resources, memory: functions.Memory, tmp_path: Path
+) -> None:
     if resources.cpus < workers:
         pytest.skip(f"needs {workers} CPUs")
     values = {"good": 1, "bad": 0}
     outcomes = sweep(
-        cells.counting, values, Placement(workers), storage=tmp_path, observer=memory, retries=3, non_retryable=(ValueError,)
+        functions.counting,
+        values,
+        Placement(workers),
+        storage=tmp_path,
+        observer=memory,
+        retries=3,
+        non_retryable=(ValueError,),
     )
     assert sorted(memory.starts) == ["bad", "good"]
     assert outcomes["good"].error is None
@@ -89,17 +97,17 @@ def test_non_retryable_error_is_not_retried(workers: int, resources: Resources, 
     assert memory.of("bad") == []
 
 
-def test_environment_of_a_single_worker(memory: cells.Memory, tmp_path: Path) -> None:
-    sweep(cells.describing, {"trial": os.getcwd()}, Placement(), storage=tmp_path, observer=memory)
+def test_environment_of_a_single_worker(memory: functions.Memory, tmp_path: Path) -> None:
+    sweep(functions.describing, {"trial": os.getcwd()}, Placement(), storage=tmp_path, observer=memory)
     assert memory.of("trial") == [{"threads": 1.0, "ranked": 0.0, "same_folder": 1.0, "sees_gpus": 0.0}]
 
 
 @pytest.mark.slow
-def test_two_workers_reduce_and_fail(resources: Resources, memory: cells.Memory, tmp_path: Path) -> None:
+def test_two_workers_reduce_and_fail(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
     pair = Placement(workers=2)
-    outcomes = sweep(cells.reducing, {"trial": 1.0}, pair, storage=tmp_path, observer=memory, retries=0)
+    outcomes = sweep(functions.reducing, {"trial": 1.0}, pair, storage=tmp_path, observer=memory, retries=0)
     sums, *waited = memory.of("trial")
     assert sums == {"sum": 3.0, "workers": 2.0}
     assert waited[-1]["seconds"] < 20, "workers wait until Ray has received their reports"

@@ -22,7 +22,7 @@ from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.runs.workspace import Workspace
 from experiments.training.trainer import run_trial
-from tests.cluster.cells import Memory
+from tests.cluster.functions import Memory
 from tests.experiments.conftest import SMALL_GRID, WriteGrid
 from tests.experiments.drivers import Driver
 from tests.experiments.samples import logged_epochs
@@ -114,14 +114,14 @@ def test_result_does_not_depend_on_earlier_trials_of_the_process(
         shutil.copy(empty_database, tmp_path / name / "mlflow.db")
         grid_run = open_grid_run(GridRequest(write_grid(THREE_SETTINGS), "digits", (), tmp_path / name))
         grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
-        cells = {trial.key: trial for trial in grid_run.trials[::step]}
+        trials = {trial.key: trial for trial in grid_run.trials[::step]}
         one_at_a_time = Placement(cpus=available_cpus())
         train = functools.partial(train_and_save, grid_run.workspace)
-        outcomes = sweep(train, cells, one_at_a_time, storage=tmp_path / name, observer=Memory(), retries=0)
+        outcomes = sweep(train, trials, one_at_a_time, storage=tmp_path / name, observer=Memory(), retries=0)
         assert [outcome.error for outcome in outcomes.values()] == [None] * 3, outcomes
         saved.append({trial.row: torch.load(tmp_path / name / f"{trial.row}.pt") for trial in grid_run.trials})
-    for cells_of_a_sweep in saved:
-        assert len({cell["pid"] for cell in cells_of_a_sweep.values()}) == 1
-    for row, cell in saved[0].items():
-        for weights, value in cell["state"].items():
+    for trials_of_a_sweep in saved:
+        assert len({trial["pid"] for trial in trials_of_a_sweep.values()}) == 1
+    for row, trial in saved[0].items():
+        for weights, value in trial["state"].items():
             assert torch.equal(value, saved[1][row]["state"][weights]), (row, weights)

@@ -222,18 +222,18 @@ def test_cheapest_trials_start_first(open_text: OpenGrid, trained: list[str]) ->
     ]
     text = f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}"
     grid_run = open_text(text)
-    planned = [cell.row for cell in plan(grid_run)]
+    planned = [trial.row for trial in plan(grid_run)]
     assert planned == ["few_images", "small", "as_small", "large", "small_and_long"]
 
     # A finished run shows that small trials are slow.
     small = "{id: small, model: {name: san10_pairwise, footprint: 3}, recipe: {lr: 1}}"
     finish_at_speed(open_text(f"{{question: q, rows: [{small}]}}", "measured"), 1.0)
-    planned = [cell.row for cell in plan(grid_run)]
+    planned = [trial.row for trial in plan(grid_run)]
     assert planned == ["few_images", "large", "small", "as_small", "small_and_long"]
 
     assert run(grid_run, None)
     assert trained == [f"first/{row}" for row in planned]
-    assert [cell.row for cell in plan(grid_run)] == [trial.row for trial in grid_run.trials]
+    assert [trial.row for trial in plan(grid_run)] == [trial.row for trial in grid_run.trials]
 
 
 def test_trial_that_another_command_trains_is_skipped(

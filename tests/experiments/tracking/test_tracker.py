@@ -169,12 +169,12 @@ def test_environment_variable_selects_the_store(tmp_path: Path, monkeypatch: pyt
     elsewhere = tmp_path / "elsewhere.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{elsewhere}")
     grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", (), tmp_path / "runs"))
-    assert [cell.finished for cell in plan(grid_run)] == [False] * 3
+    assert [trial.finished for trial in plan(grid_run)] == [False] * 3
     assert not elsewhere.exists()
     shutil.copy(empty_database, elsewhere)
     grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
     grid_run.tracker.open(grid_run.trials[1]).finish()
-    assert [cell.finished for cell in plan(grid_run)] == [True, False, False]
+    assert [trial.finished for trial in plan(grid_run)] == [True, False, False]
     assert not (tmp_path / "runs" / "mlflow.db").exists()
 
 

@@ -137,6 +137,6 @@ def main(storage: str) -> None:
 
 if __name__ == "__main__":
     # Workers cannot import functions from __main__.
-    from tests.cluster import cells
+    from tests.cluster import functions
 
-    cells.main(sys.argv[1])
+    functions.main(sys.argv[1])
