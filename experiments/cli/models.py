@@ -16,6 +16,7 @@ from experiments.errors import UserError
 @click.command()
 @click.argument("pattern", default="*")
 @AS_JSON
+@IMPORT_NOW
 def models(pattern: str, as_json: bool) -> None:
     """List the named models and their fields.
 

@@ -19,6 +19,7 @@ from experiments.report.study import section_of, write_study
 from experiments.runner.execute import execute, prepare, train
 from experiments.runner.grid_run import GridRun, is_finished, known_results, open_grid_run
 from experiments.runner.plan import to_train
+from experiments.runner.progress import trial_count
 from experiments.runs.retry import retry
 from experiments.tracking import TrackerError
 from experiments.tracking.results_file import add_results, read_results
@@ -72,7 +73,7 @@ def study(
         results = known_results(grid_run) | read_results(kept)
         missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
         if missing and trains:
-            click.echo(f"grid {grid_run.name}, profile {grid_run.profile}: {len(missing)} trials to train", err=True)
+            click.echo(f"grid {grid_run.name}, profile {grid_run.profile}: {trial_count(len(missing))} to train", err=True)
             train(grid_run, missing, address, note(grid_run, results))
             results = retry(functools.partial(known_results, grid_run)) | read_results(kept)
         add_results(kept, grid_run.trials, results)

@@ -136,6 +136,8 @@ def profile_path(name: str) -> Path:
 def read_profile(path: Path) -> dict[str, Any]:
     """Reads a profile and the profile that it extends. Relative paths in the file of a user become absolute."""
     content = read_yaml(path)
+    if "question" in content:
+        raise UserError(f"{path}: this is a grid, not a profile; give the name of a profile, or the file of one")
     extended = content.pop("extends", None)
     if path.parent.resolve() != PROFILES_DIR:
         content = anchored(content, path.parent)

@@ -16,7 +16,6 @@ from experiments.paper.tables import INPUT_SIZE, PaperRow, count, paper_rows, ta
 from experiments.report.tables import Table
 from san.complexity import Part
 
-HEADING = ("model", "params M", "printed", "FLOPs G (paper)", "printed", "FLOPs G (actual)")
 NOT_PRINTED = PaperRow()
 
 
@@ -79,18 +78,21 @@ def as_objects(lines: Iterable[Counted]) -> list[dict[str, Any]]:
 
 def as_text(lines: Iterable[Counted], stages: bool) -> str:
     """A table for a terminal without empty columns, with a line for each stage if `stages`."""
-    rows = [HEADING, *(row for line in lines for row in _rows(line, stages))]
+    lines = list(lines)
+    unit, per_unit = ("M", 1e6) if max(line.counts.flops_paper for line in lines) < 1e8 else ("G", 1e9)
+    heading = ("model", "params M", "printed", f"FLOPs {unit} (paper)", "printed", f"FLOPs {unit} (actual)")
+    rows = [heading, *(row for line in lines for row in _rows(line, stages, per_unit))]
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     return Table(list(zip(*columns, strict=True))).text()
 
 
-def _rows(line: Counted, stages: bool) -> Iterator[tuple[str, ...]]:
-    yield _row(line.id, line.counts, line.printed)
+def _rows(line: Counted, stages: bool, per_unit: float) -> Iterator[tuple[str, ...]]:
+    yield _row(line.id, line.counts, line.printed, per_unit)
     for part in line.counts.stages if stages else ():
-        yield _row(f"  {part.name}", part, NOT_PRINTED)
+        yield _row(f"  {part.name}", part, NOT_PRINTED, per_unit)
 
 
-def _row(name: str, counts: san.Complexity | Part, printed: PaperRow) -> tuple[str, ...]:
+def _row(name: str, counts: san.Complexity | Part, printed: PaperRow, per_unit: float) -> tuple[str, ...]:
     params, flops = ("" if number is None else f"{number:.1f}" for number in (printed.params, printed.flops))
-    ours = [f"{count:.3f}" for count in (counts.params / 1e6, counts.flops_paper / 1e9, counts.flops_actual / 1e9)]
+    ours = [f"{count:.3f}" for count in (counts.params / 1e6, counts.flops_paper / per_unit, counts.flops_actual / per_unit)]
     return name, ours[0], params, ours[1], flops, ours[2]

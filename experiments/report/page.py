@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections import Counter
@@ -204,7 +205,7 @@ def _results_table(report: GridReport) -> HtmlTable:
             groups.setdefault(GROUPS.get(column.group, column.group), []).append(column)
     notes = [SPREAD] * _has(rows, "top1_half_width")
     notes += [NO_DIFFERENCE] * (_has(rows, "paper_top1") and not _has(rows, "difference"))
-    caption = "Paper and ours" if _has(rows, "paper_top1") else "Ours"
+    caption = "Paper and ours" if _has(rows, "paper_top1") else "Results"
     counts = COUNTS.format("full-size" if report.grid_run.grid.table else "trained")
     body = {row.id: [row] * len(groups) for row in rows}
     return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, counts], "not finished")
@@ -270,8 +271,13 @@ def commands_for_row(grid_run: GridRun, row: str) -> str:
     (row_of_page,) = (one for one in grid.rows if one.id == row)
     layers = merged(grid.base.model_dump(), row_of_page.model_dump(exclude={"id", "seeds"}))
     seeds = [trial.seed for trial in grid_run.trials if trial.row == row]
-    asked = {"question": grid.question} | ({"robustness": grid.robustness} if grid.robustness else {})
-    content = {**asked, "seeds": seeds, "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}]}
+    imports = [*grid.imports, *map(os.path.abspath, grid_run.request.imports)]
+    asked = {"question": grid.question, "robustness": grid.robustness, "imports": imports}
+    content = {
+        **{key: value for key, value in asked.items() if value},
+        "seeds": seeds,
+        "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}],
+    }
     text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
     file = f"{row}.yaml"
     request = grid_run.request

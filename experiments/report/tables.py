@@ -136,6 +136,8 @@ def shown_columns(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS)
     if not any(row.paper_params for row in rows):  # the models may be small
         unit = FLOPS_M if has_small_networks(rows) else FLOPS_G
         shown = [{"params": PARAMS, "flops": unit}.get(column.field, column) for column in shown]
+    if all(column.name != "paper" for column in shown):
+        shown = [column._replace(name="") if column.name == "ours" else column for column in shown]
     return [*shown[:1], *_setting_columns(rows), *shown[1:]]
 
 

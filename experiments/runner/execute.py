@@ -16,7 +16,7 @@ from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import missing_measurements, room, to_train, trials_that_fit
-from experiments.runner.progress import Progress, duration
+from experiments.runner.progress import Progress, duration, trial_count
 from experiments.runs.claims import Claim, StopRequest, claimed_trials
 from experiments.runs.retry import OUTAGE_TIMEOUT, retry
 from experiments.runs.store import ClaimedError, StorageError, node_lock
@@ -50,9 +50,8 @@ def execute(grid_run: GridRun, address: str | None, describe: Callable[[Mapping[
     skipped = f", {done} already finished" if done else ""
     skipped += f", {stopped} already stopped early" if stopped else ""
     skipped += f", {equal} identical to another trial" if equal else ""
-    print_status(
-        f"grid {grid_run.name}, profile {grid_run.profile}: {len(grid_run.wanted)} trials{skipped}, {len(missing)} to train"
-    )
+    wanted = trial_count(len(grid_run.wanted))
+    print_status(f"grid {grid_run.name}, profile {grid_run.profile}: {wanted}{skipped}, {len(missing)} to train")
     try:
         if missing:
             trained = train(grid_run, missing, address, describe(results))
@@ -177,7 +176,8 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
     ):
         tasks = {key: missing[key] for key in claimed}
         at_once, protocol = min(concurrency(placement, resources), len(tasks)), grid_run.grid.robustness
-        print_status(f"robustness ({protocol}): {len(tasks)} trials to measure, {at_once} at a time, {placement} per trial")
+        number = trial_count(len(tasks))
+        print_status(f"robustness ({protocol}): {number} to measure, {at_once} at a time, {placement} per trial")
 
         def keep(task: MeasureTask, metrics: dict[str, float]) -> None:
             retry(lambda: grid_run.tracker.add(task.run_id, metrics))
@@ -210,7 +210,7 @@ def _conclude(grid_run: GridRun, verb: str, outcomes: Mapping[str, Outcome], tri
     for key in failed:
         _store_traceback(grid_run, trials[key], outcomes[key].traceback)
     total = len(outcomes)
-    number = f"{total - len(failed)}{f' of {total}' if failed else ''} {'trial' if total == 1 else 'trials'}"
+    number = f"{total - len(failed)} of {trial_count(total)}" if failed else trial_count(total)
     names = f"; failed: {', '.join(trials[key].name for key in failed)}" if failed else ""
     print_status(f"{verb} {number} in {duration(time.monotonic() - start)}{names}")
 

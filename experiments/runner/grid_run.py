@@ -50,10 +50,14 @@ class GridRun:
         return f"{self.name}-{self.profile}"
 
     @property
+    def changes(self) -> tuple[str, ...]:
+        """The overrides that can change trials."""
+        return tuple(text for text in self.request.overrides if re.match(r"(model|data|recipe)\b", text))
+
+    @property
     def report_name(self) -> str:
-        """Name of the report's folder: also the overrides that can change trials, as in `footprint-digits+recipe.lr=0.2`."""
-        changes = [text for text in self.request.overrides if re.match(r"(model|data|recipe)\b(?!\.(root|lists)=)", text)]
-        whole = "+".join(["", *changes])
+        """Name of the report's folder, as in `footprint-digits+recipe.lr=0.2`."""
+        whole = "+".join(["", *self.changes])
         short = re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", whole)[:LONGEST_SUFFIX]
         return self.full_name + (short if short == whole else f"{short}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}")
 

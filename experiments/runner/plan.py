@@ -14,7 +14,7 @@ from experiments.paper.tables import count, note_on_missing_rows
 from experiments.runner.estimate import Estimator, Hours
 from experiments.runner.grid_run import GridRun, finished_trials, is_done, known_results
 from experiments.runner.measure import MeasureTask
-from experiments.runner.progress import duration
+from experiments.runner.progress import duration, trial_count
 from experiments.tracking import Result
 from experiments.training.images import open_data
 
@@ -96,7 +96,7 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
     train, val = open_data(grid_run.trials[0].config.data)
     size = grid_run.trials[0].config.data.size
     images = f"{len(train):,} training and {len(val):,} validation images of {size}x{size} pixels"
-    first = f"grid {grid_run.name}, profile {grid_run.profile} ({images}): {len(planned)} trials, {len(missing)} to train"
+    first = f"grid {grid_run.name}, profile {grid_run.profile} ({images}): {trial_count(len(planned))}, {len(missing)} to train"
     lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in planned))
     beside = [f"compared with the paper's table `{grid_run.grid.table}`{lacking}"] if lacking else []
     if not missing:
@@ -159,7 +159,7 @@ def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resour
 
 def room(grid_run: GridRun, resources: Resources, at_once: int) -> str:
     now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
-    room = f"{at_once} {'trial' if at_once == 1 else 'trials'} at a time, {grid_run.placement} per trial"
+    room = f"{trial_count(at_once)} at a time, {grid_run.placement} per trial"
     if resources.grows:
         return f"{now} now: {room}; the autoscaler may add nodes while trials wait"
     return f"{now}: {room}"
@@ -171,8 +171,8 @@ def _in_hours(missing: Collection[PlannedTrial], at_once: int | None) -> list[st
     text = f"CPU time {duration(3600 * cpu)}" + (f", GPU time {duration(3600 * gpu)}" if gpu else "")
     if at_once:
         longest = duration(3600 * max(wall / at_once, max(each.wall for each in hours)))
-        text = f"{longest} with {at_once} {'trial' if at_once == 1 else 'trials'} at a time ({text})"
+        text = f"{longest} with {trial_count(at_once)} at a time ({text})"
     rough = sum(each.is_rough for each in hours)
     if rough:
-        text += f"; a rough guess from FLOPs for {rough} of {len(hours)} trials (may be off by a factor of 3)"
+        text += f"; a rough guess from FLOPs for {rough} of {trial_count(len(hours))} (may be off by a factor of 3)"
     return [f"training time: {text}"]

@@ -277,6 +277,11 @@ def _left(seconds: float | None) -> str:
     return f", {hours} h {minutes:02d} min left" if hours < 48 else f", {hours / 24:.1f} d left"
 
 
+def trial_count(number: int) -> str:
+    """For example `1 trial` or `3 trials`."""
+    return f"{number} trial{'s'[: number != 1]}"
+
+
 def duration(seconds: float) -> str:
     """For example `3 h 20 min`, `2 min 40 s` or `50 s`."""
     minutes, rest = divmod(round(seconds), 60)

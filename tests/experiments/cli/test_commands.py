@@ -60,6 +60,7 @@ def test_complexity_as_text_shows_the_numbers_of_the_paper_for_its_image_size(pr
     out = printed("complexity", "--grid", grid, "--size", "256", "--stages")
     assert "printed" not in out
     assert len(out.splitlines()) == 2 + 3 * 8
+    assert "FLOPs M (paper)" in printed("complexity", "resnet26", "num_stages=2", "--size", "24")
     out = printed("complexity", "san10_pairwise", "model.footprint=9")
     stages = ["stem", *(f"stage{i}" for i in range(1, 6)), "head"]
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["san10_pairwise", *stages]
@@ -166,6 +167,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("data prepare digits {files}/a.txt/x", ["a.txt/x"]),
         ("data prepare digits --from {files}/a.txt", ["--from"]),
         ("complexity resnet26 --grid {grid}", ["'resnet26'", "--grid"]),
+        ("plan {grid} --profile {grid}", ["small.yaml: this is a grid, not a profile"]),
         ("complexity san10_pairwize", ["did you mean 'san10_pairwise'?"]),
         ("complexity resnet26 footprnt=5 relation=dot", ["resnet26: footprnt", "`footprint`", "resnet26: relation"]),
         ("complexity san10_pairwise name=resnet26", ["name=resnet26"]),

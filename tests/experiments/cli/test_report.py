@@ -8,9 +8,10 @@ import pytest
 
 from experiments.cli.report import print_report
 from experiments.evaluation.protocols import PROTOCOLS
+from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import GRIDS_DIR
 from experiments.grids.request import GridRequest
-from experiments.report.build import note
+from experiments.report.build import caption, note
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from experiments.tracking import Result
@@ -33,11 +34,14 @@ def test_overrides_that_change_trials_are_part_of_the_names(write_grid: WriteGri
     path = write_grid("question: q\nrows: [{id: a, model: {name: resnet26}}]")
 
     def title(*overrides: str) -> str:
-        return open_grid_run(GridRequest(path, "digits", overrides, tmp_path)).report_name
+        grid_run = open_grid_run(GridRequest(path, "digits", overrides, tmp_path))
+        assert all((text in caption(grid_run)) == (text.split(".")[0] in ("data", "recipe")) for text in overrides)
+        return grid_run.report_name
 
     plain, longest = title(), [f"data.mean=[0.{number:0120d}, 0.5, 0.5]" for number in (1, 2)]
     assert title("resources.workers=2", "engine.deterministic=true") == plain
     assert title("recipe.lr=0.2") == f"{plain}+recipe.lr=0.2" != title("recipe.lr=0.3")
+    assert title(f"data.root={PROJECT_DIR}/data/digits") != plain
     names = [title("data.mean=[0.5, 0.5, 0.5]"), title("data.mean=[0.5,0.5,0.5]"), *map(title, longest)]
     assert len(set(names)) == 4 and all(re.fullmatch(r"[A-Za-z0-9_.=,+-]{1,160}", name) for name in names)
 

@@ -169,8 +169,12 @@ def test_links_runs_on_a_server(finished_job: OpenGrid, tmp_path: Path, monkeypa
 def test_commands_for_a_row_train_the_same_trials(protocol: str, tmp_path: Path) -> None:
     path = tmp_path / "all.yaml"
     rows = "[{id: one, model: {name: resnet26}}, {id: two, model: {name: san10_pairwise, footprint: 5}}]"
-    path.write_text(f'question: "{QUESTION}"\n{protocol}\nrows: {rows}\n')
-    grid_run = open_grid_run(GridRequest(path, "digits", ("recipe.lr=0.05",), tmp_path / "runs", seeds=2))
+    files = [tmp_path / "of_grid.py", tmp_path / "of_command.py"]
+    for file in files:
+        file.touch()
+    path.write_text(f'question: "{QUESTION}"\n{protocol}\nimports: [of_grid.py]\nrows: {rows}\n')
+    request = GridRequest(path, "digits", ("recipe.lr=0.05",), tmp_path / "runs", seeds=2, imports=(str(files[1]),))
+    grid_run = open_grid_run(request)
     for row in ("one", "two"):
         found = re.fullmatch(r"cat > (\S+) <<'END'\n(.*)END\n(.*)", commands_for_row(grid_run, row), re.DOTALL)
         assert found is not None
@@ -180,3 +184,4 @@ def test_commands_for_a_row_train_the_same_trials(protocol: str, tmp_path: Path)
         alone = open_grid_run(GridRequest(tmp_path / file, "digits", grid_run.request.overrides, tmp_path / "runs"))
         assert [trial.key for trial in alone.trials] == [trial.key for trial in grid_run.trials if trial.row == row]
         assert (alone.grid.question, alone.grid.robustness) == (QUESTION, grid_run.grid.robustness)
+        assert alone.grid.imports == tuple(map(str, files))
