@@ -110,7 +110,8 @@ def _header(sections: Sequence[Section], spread: Spread | None, train_images: in
     config = first.config
     done = sum(row.seeds for section in sections for row in section.rows)
     finished = [pair for section in sections for pair in finished_trials(section.grid_run.trials, section.results)]
-    seconds = {trial.key: result.seconds for trial, result in finished}
+    speeds = {trial.key: result.metrics["summary/images_per_second"] for trial, result in finished}
+    hours = sum(train_images * config.recipe.epochs / speed for speed in speeds.values()) / 3600
     resources, stages = config.resources, getattr(config.model.spec(), "num_stages", None) or 5
     cpus, gpus = resources.workers * resources.cpus, resources.workers * resources.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
@@ -122,8 +123,8 @@ This study repeats the controlled experiments in the paper on small images. `san
 
 The profile `{first.profile}` uses {train_images:,} training and {val_images:,} validation images of
 {config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and {seeds} seeds per row. Accuracy is that after
-the last epoch. Training the {len(seconds)} distinct trials took {sum(seconds.values()) / 3600:.1f} hours in total; each trial
-used {hardware}. Rows with the same model in several tables share their runs.
+the last epoch. Training the {len(speeds)} distinct trials took {hours:.1f} hours in total, without validation and
+interruptions; each trial used {hardware}. Rows with the same model in several tables share their runs.
 
 **How to read the results.** The value after `±` is half the width of a 95% confidence interval over seeds by Student's t.
 For a gap between two rows, the standard deviation between seeds is estimated from all rows together, because two rows with
