@@ -20,8 +20,8 @@ CPU_RATE, GPU_RATE = 1e9, 1.5e12
 profile `digits`, the second is a prediction for an A100."""
 VALIDATION_COST = 0.25
 """Time to validate an image over the time to train with it: 0.21 to 0.28 on one core, for SAN10 and ResNet26."""
-START_SECONDS = 2.0
-"""For a trial with one worker after the first."""
+START_SECONDS, GROUP_SECONDS = 2.0, 15.0
+"""For a trial with one worker after the first, and for starting several workers in addition."""
 LEAST_SECONDS = 10.0
 """Of training, for a speed to count: the first steps of a process are slow."""
 
@@ -58,7 +58,8 @@ class Estimator:
         speed = measured or rate / max(count(config.model.spec(), config.data.size).flops_paper, 1)
         epochs, validations = config.recipe.epochs, -(-config.recipe.epochs // config.recipe.validate_every_n_epochs)
         images = epochs * train_images + VALIDATION_COST * validations * val_images
-        wall = (START_SECONDS + images / speed) / 3600
+        start = START_SECONDS + (GROUP_SECONDS if resources.workers > 1 else 0)
+        wall = (start + images / speed) / 3600
         return Hours(wall, wall * resources.workers * resources.cpus, wall * resources.workers * resources.gpus, not measured)
 
 

@@ -171,6 +171,13 @@ def test_plan_estimates_hours_from_similar_finished_runs(open_text: OpenGrid) ->
     assert f"CPU time {duration(3600 * (longer.cpu + other.cpu))}" in lines[-1]
 
 
+def test_plan_adds_the_start_of_several_workers(open_text: OpenGrid) -> None:
+    one = "{question: q, rows: [{id: a, model: {name: resnet26}}]}"
+    alone, pair = (plan(open_text(one, f"of{n}", f"resources.workers={n}"))[0].hours for n in (1, 2))
+    assert alone is not None and pair is not None
+    assert 3600 * pair.wall == pytest.approx(2 + 15 + (3600 * alone.wall - 2) / 2)
+
+
 def test_plan_shows_sizes_and_names_rows_of_another_size(open_text: OpenGrid) -> None:
     rows = ["{id: a}", "{id: b, model: {relation: dot}}", "{id: wide, model: {width_mult: 1}}"]
     grid_run = open_text(f"{{question: q, base: {{model: {{name: san10_pairwise}}}}, rows: [{', '.join(rows)}]}}")
