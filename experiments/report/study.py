@@ -108,14 +108,15 @@ def _header(sections: Sequence[Section], spread: Spread | None, train_images: in
     trials = [trial for section in sections for trial in section.grid_run.trials]
     first, seeds = trials[0], len({trial.seed for trial in trials})
     config = first.config
-    done = sum(row.seeds for section in sections for row in section.rows)
     finished = [pair for section in sections for pair in finished_trials(section.grid_run.trials, section.results)]
     speeds = {trial.key: result.metrics["summary/images_per_second"] for trial, result in finished}
     hours = sum(train_images * config.recipe.epochs / speed for speed in speeds.values()) / 3600
     resources, stages = config.resources, getattr(config.model.spec(), "num_stages", None) or 5
     cpus, gpus = resources.workers * resources.cpus, resources.workers * resources.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
-    missing = f" {len(trials) - done} of {len(trials)} trials have not been trained yet." if done < len(trials) else ""
+    distinct = {trial.key for trial in trials}
+    lacking = len(distinct) - len(speeds)
+    missing = f" {lacking} of {len(distinct)} distinct trials have not been trained yet." if lacking else ""
     estimate = "" if spread is None else f" ({spread.deviation:.2f} points, {spread.freedom} degrees of freedom)"
     text = f"""\
 This study repeats the controlled experiments in the paper on small images. `san study --profile {first.profile} --seeds
