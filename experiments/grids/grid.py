@@ -90,11 +90,6 @@ class Grid(Strict):
     robustness: ProtocolName | None = None
     """Protocol to measure on each trained trial; the table then shows the results of the protocol instead of accuracy."""
 
-    def seeds_of(self, row: str) -> Seeds:
-        """The seeds of the row with this id."""
-        (own,) = (each.seeds for each in self.rows if each.id == row)
-        return self.seeds if own is None else own
-
 
 LOCATION_FIELDS = (
     *("source", "root", "lists", "split", "val_split_per_class", "val_split_seed", "train_per_class", "val_per_class"),

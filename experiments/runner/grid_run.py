@@ -110,9 +110,10 @@ def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
     for done in dict.fromkeys(_initialized(grid, row, config, digests) for row, config in tuned.values()):
         print_status(done)
     trials = tuple(
-        Trial(grid.stem, name, row, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
-        for row, config in configs.items()
-        for seed in (expanded.grid.seeds_of(row) if seeds is None else range(seeds))
+        Trial(grid.stem, name, row.id, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
+        for row in expanded.grid.rows
+        for config in [configs[row.id]]
+        for seed in (row.seeds or expanded.grid.seeds if seeds is None else range(seeds))
     )
     for scaling in dict.fromkeys(config.recipe.scaling for config in configs.values()):
         if scaling is not None:
