@@ -1,5 +1,6 @@
 """`san attention` and the page's samples: the weights that the network used, a description, and clear errors."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,13 @@ def test_draws_weights_and_describes_them(
         assert len(np.unique(np.asarray(picture.convert("L")))) > 100
     for words in (f"san10_{kind} predicts class ", f"{kind} attention", described, "variance of"):
         assert words in text
+
+
+def test_draws_weights_of_a_pretrained_network(files: Path, tmp_path: Path, run_san: San) -> None:
+    out = tmp_path / "picture.png"
+    _, text, _ = run_san("attention", "san10_scalar_cifar10", files / "colours.png", "--out", out)
+    classes = san.create_model("san10_scalar_cifar10", pretrained=True).pretrained_cfg["label_names"]
+    assert re.search(rf"predicts ({'|'.join(classes)}) \(", text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
