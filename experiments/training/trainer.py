@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 ShouldContinue = Callable[[str, Sequence[float]], bool]
 """Called with a trial's key and the top-1 of its epochs; False ends the trial early."""
 ShouldStop = Callable[[], bool]
-SECONDS_BETWEEN_STOP_CHECKS = 2.0
-"""Because each is a request to the store."""
+SECONDS_BETWEEN_CHECKS = 2.0
+"""If steps are slow; also the least time between two questions whether to stop, which are requests to the store."""
 
 
 def run_trial(
@@ -138,6 +138,8 @@ class _Due(NamedTuple):
     save: bool
     report: bool
     stop: bool
+    next_check: int
+    """Step of the next check."""
 
 
 class _Clock:
@@ -150,8 +152,12 @@ class _Clock:
     def start(self) -> None:
         self._started = time.perf_counter()
 
+    def elapsed(self) -> float:
+        """Seconds since the last start."""
+        return time.perf_counter() - self._started
+
     def stop(self) -> None:
-        self.running.seconds += time.perf_counter() - self._started
+        self.running.seconds += self.elapsed()
         self.running.waited = self.waited_before + self.loader.wait_seconds
 
 
@@ -187,14 +193,14 @@ class Trainer:
             while running.number < self.trial.config.recipe.epochs and self._continues(running):
                 self.engine.train()
                 unchecked: list[_Step] = []
-                first, clock = running.steps + 1, _Clock(running, self.train)
+                next_check, clock = running.steps + 1, _Clock(running, self.train)
                 for images_NCHW, labels_N in self.train.epoch(running.number, self.train.seen_after(running.steps)):
                     lr = self.engine.lr
                     unchecked.append(_Step(lr, self.engine.train_step(images_NCHW, labels_N), len(labels_N)))
                     running.steps += 1
                     self.watchdog.step_ended()
-                    if running.steps == first or self._is_check(running.steps):
-                        due = self.check(unchecked, running)
+                    if running.steps >= next_check:
+                        due = self.check(unchecked, running, clock)
                         clock.stop()
                         if due.save:
                             self.save(running)
@@ -204,6 +210,7 @@ class Trainer:
                         if due.report:
                             self.reporter.report_step(running, self.history)
                         unchecked.clear()
+                        next_check = due.next_check
                         clock.start()
                 self.history = (*self.history, self.finish_epoch(running))
                 running = RunningEpoch(len(self.history), self.engine.lr)
@@ -241,7 +248,7 @@ class Trainer:
             self.log()
         return running
 
-    def check(self, steps: Sequence[_Step], running: RunningEpoch) -> _Due:
+    def check(self, steps: Sequence[_Step], running: RunningEpoch, clock: _Clock) -> _Due:
         """Adds losses and hits of the latest steps, over all workers, to the epoch's, and asks the first worker what is due.
 
         The only place in an epoch where a GPU is waited for and where workers exchange anything but gradients. The sum of the
@@ -253,15 +260,14 @@ class Trainer:
         losses, shares = torch.stack([step.loss_and_accuracy_2 for step in steps]).double().T.tolist()
         finite = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
         is_last = running.steps == self.train.steps
-        stop = False
-        if self.should_stop is not None and dist.get_rank() == 0 and not is_last and self._is_time_to_ask():
-            stop, self._asked_at = self.should_stop(), time.monotonic()
-        due = [stop or (self.checkpoints.is_due() and not is_last), self.reporter.is_due(is_last), stop]
+        stop = not is_last and self._is_asked_to_stop()
+        save = stop or (self.checkpoints.is_due() and not is_last)
+        due = [save, self.reporter.is_due(is_last), stop, self._next_check(running.steps, clock.elapsed() / len(steps))]
         sums = [mean * step.images for means in (losses, shares) for mean, step in zip(means, steps, strict=True)]
         of_worker = torch.tensor([finite, *due, *sums], dtype=torch.float64, device=self.train.device)
         everyone = [torch.empty_like(of_worker) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, of_worker)
-        finites, saves, reports, stops, *totals = torch.stack(everyone).T.tolist()
+        finites, saves, reports, stops, checks, *totals = torch.stack(everyone).T.tolist()
         first = int(min(finites))
         if first < len(steps):
             number = running.steps - len(steps) + first + 1
@@ -271,7 +277,7 @@ class Trainer:
         for loss, hits in zip(totals[: len(steps)], totals[len(steps) :], strict=True):
             running.loss += sum(loss)
             running.hits += sum(hits)
-        return _Due(bool(saves[0]), bool(reports[0]), bool(stops[0]))
+        return _Due(bool(saves[0]), bool(reports[0]), bool(stops[0]), int(checks[0]))
 
     def finish_epoch(self, running: RunningEpoch) -> Epoch:
         """Validates the model if the recipe validates it after this epoch."""
@@ -317,14 +323,16 @@ class Trainer:
             stopped_by = f"{self.trial.grid}-{self.trial.profile}" if stopped else None
             self.logger.finish(best, stopped_by, _outage_timeout(self.trial.config))
 
-    def _is_check(self, steps: int) -> bool:
-        """Several workers check after the same steps. A single one with slow steps also asks in between whether to stop."""
-        if steps == self.train.steps or steps % self.trial.config.checkpointing.check_every_n_steps == 0:
-            return True
-        return self.should_stop is not None and dist.get_world_size() == 1 and self._is_time_to_ask()
+    def _next_check(self, steps: int, seconds_per_step: float) -> int:
+        every = self.trial.config.checkpointing.check_every_n_steps
+        soon = steps + max(1, int(SECONDS_BETWEEN_CHECKS / seconds_per_step))
+        return min(soon, (steps // every + 1) * every, self.train.steps)
 
-    def _is_time_to_ask(self) -> bool:
-        return time.monotonic() - self._asked_at > SECONDS_BETWEEN_STOP_CHECKS
+    def _is_asked_to_stop(self) -> bool:
+        if self.should_stop is None or dist.get_rank() != 0 or time.monotonic() - self._asked_at <= SECONDS_BETWEEN_CHECKS:
+            return False
+        self._asked_at = time.monotonic()
+        return self.should_stop()
 
     def _continues(self, running: RunningEpoch) -> bool:
         """The decision of rank 0 between two epochs, broadcast to all ranks."""

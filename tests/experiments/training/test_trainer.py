@@ -12,6 +12,7 @@ from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun
 from experiments.runs.summary import Confusion
 from experiments.runs.workspace import Workspace
+from experiments.training import trainer
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.engine import Engine
 from experiments.training.metrics import Scores
@@ -115,6 +116,19 @@ def test_non_finite_loss_stops_the_trial(open_small_grid: OpenGrid) -> None:
     with pytest.raises(FloatingPointError, match=r"loss in step [23] of epoch 0 .*: .*/epoch-0000-step-0000001.pt"):
         run_trial(grid_run.workspace, grid_run.trials[0], silent)
     assert "metric-logger" not in {thread.name for thread in threading.enumerate()}
+
+
+def slow() -> None:
+    """Every step counts as slow."""
+    trainer.SECONDS_BETWEEN_CHECKS = 1e-9
+
+
+def test_slow_steps_are_checked_one_by_one(open_small_grid: OpenGrid) -> None:
+    """So that workers that are killed, or asked to stop, lose little. The third step needs the checkpoint of the second."""
+    grid_run = open_small_grid(*SHORT, "checkpointing.check_every_n_steps=20", "checkpointing.checkpoint_every_n_minutes=1e-9")
+    trial = grid_run.trials[0]
+    assert ended(start(grid_run.workspace, trial, 2, Kill("step", 4), slow))[1] == -9
+    assert newest(grid_run.workspace, trial).running.steps in (2, 3)
 
 
 def test_trial_ends_after_an_epoch_if_it_should_not_continue(open_small_grid: OpenGrid) -> None:
