@@ -117,5 +117,5 @@ def test_page_without_results(tmp_path: Path) -> None:
     path = tmp_path / "study.md"
     assert write_study([invented(grid_run, {})], path, 600, 360) == [path]
     page = path.read_text()
-    assert "9 of 9 trials have not been trained yet." in " ".join(page.split())
+    assert "9 of 9 distinct trials have not been trained yet." in " ".join(page.split())
     assert "Open: 3." in page and "| pairwise_none | 72.3 |" in page
