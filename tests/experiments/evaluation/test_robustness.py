@@ -149,7 +149,7 @@ def test_grid_measures_only_missing_conditions(
     (task,) = (value for _, value in started)
     assert isinstance(task, MeasureTask) and task.conditions == PROTOCOLS["rotation"].conditions[2:]
     out, err = capsys.readouterr()
-    assert "1 trials to measure" in err and "not_in_the_paper cw180: top-1 " in err
+    assert "1 trial to measure" in err and "not_in_the_paper cw180: top-1 " in err
     results = known_results(grid_run)
     metrics = {trial.row: results[trial.key].metrics for trial in grid_run.trials}
     found = {(cell.row, cell.condition, cell.number): cell for cell in measurements_of(grid_run, results)}
