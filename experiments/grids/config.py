@@ -301,7 +301,8 @@ class CheckpointingConfig(Strict):
     keep_checkpoints: Count = 2
     """Number of latest checkpoints to keep, in addition to the best one."""
     check_every_n_steps: Count = 20
-    """Most steps between checks for non-finite losses and for a checkpoint that is due. Slow steps are checked every 2 s."""
+    """Maximum number of steps between checks for non-finite losses and for a checkpoint that is due. If steps are slow, checks
+    are 2 s apart."""
     hang_timeout_minutes: Annotated[Real, Field(gt=0, le=100_000)] = 30.0
     """Time without a finished step after which a worker is stopped. Workers also wait this long for each other."""
 

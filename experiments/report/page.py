@@ -205,7 +205,7 @@ def _results_table(report: GridReport) -> HtmlTable:
             groups.setdefault(GROUPS.get(column.group, column.group), []).append(column)
     notes = [SPREAD] * _has(rows, "top1_half_width")
     notes += [NO_DIFFERENCE] * (_has(rows, "paper_top1") and not _has(rows, "difference"))
-    caption = "Paper and ours" if _has(rows, "paper_top1") else "Results"
+    caption = "Paper and ours" if _has(rows, "paper_top1") else "Ours"
     counts = COUNTS.format("full-size" if report.grid_run.grid.table else "trained")
     body = {row.id: [row] * len(groups) for row in rows}
     return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, counts], "not finished")

@@ -1,4 +1,4 @@
-"""A grid with a model of timm, and a relation and a model of the user, on three nodes, one of which fails."""
+"""A model of timm, a relation and a model of the user are trained on three nodes. One node fails."""
 
 from pathlib import Path
 
