@@ -137,8 +137,13 @@ def shown_columns(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS)
         unit = FLOPS_M if has_small_networks(rows) else FLOPS_G
         shown = [{"params": PARAMS, "flops": unit}.get(column.field, column) for column in shown]
     if all(column.name != "paper" for column in shown):
-        shown = [column._replace(name="") if column.name == "ours" else column for column in shown]
+        shown = [_alone(column) for column in shown]
     return [*shown[:1], *_setting_columns(rows), *shown[1:]]
+
+
+def _alone(column: Column) -> Column:
+    """The column in a table without numbers of the paper, where `ours` says nothing."""
+    return column._replace(name=column.name.removesuffix("ours").strip())
 
 
 def _setting_columns(rows: Sequence[TableRow]) -> list[Column]:
@@ -153,10 +158,12 @@ def protocol_table(measurements: Sequence[Measurement]) -> Table:
     by_cell = {(one.condition, one.row, one.number): one for one in measurements}
     keys = list(dict.fromkeys((one.condition, one.row) for one in measurements))
     columns = [("condition", *(condition for condition, _ in keys)), ("row", *(row for _, row in keys))]
+    has_paper = any(one.paper is not None for one in measurements)
     for number, title in TITLES.items():
         cells = [by_cell.get((*key, number)) for key in keys]
         for column in (column._replace(group=title) for column in MEASUREMENT_COLUMNS):
             if any(getattr(one, column.field, None) is not None for one in cells):
+                column = column if has_paper else _alone(column)
                 columns.append((column.heading, *(_text(one, column) for one in cells)))
     seeds = [max(one.seeds for one in measurements if (one.condition, one.row) == key) for key in keys]
     if len({number for number in seeds if number}) > 1:

@@ -160,8 +160,9 @@ def test_drop_has_its_own_interval() -> None:
     assert found["row", "none", "top1"].drop_half_width is None
     assert found["other", "cw90", "top1"].drop_half_width is None
 
-    numbers = f"{turned.ours:.1f} ± {turned.half_width:.1f} | 21.0 ± 2.5"
-    assert f"| cw90 | row | {numbers} |" in protocol_table(cells).markdown()
+    numbers, table = f"{turned.ours:.1f} ± {turned.half_width:.1f} | 21.0 ± 2.5", protocol_table(cells).markdown()
+    assert f"| cw90 | row | {numbers} |" in table
+    assert table.startswith("| condition | row | top-1 | top-1 drop | top-5 |"), "`ours` without `paper`"
     (number,) = (
         row
         for row in csv.DictReader(csv_text(cells).splitlines())
