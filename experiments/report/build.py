@@ -50,7 +50,7 @@ def setting(grid_run: GridRun) -> str:
     epochs = grid_run.trials[0].config.recipe.epochs
     lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in grid_run.trials))
     paper = f"Paper: ImageNet, table `{grid_run.grid.table}`{lacking}. " if grid_run.grid.table else ""
-    changes = "".join(f", `{change}`" for change in grid_run.changes)
+    changes = "".join(f", `{change}`" for change in grid_run.changes if not change.startswith("recipe.epochs="))
     ours = f"{'Ours: p' if paper else 'P'}rofile `{grid_run.profile}`, {epochs} {'epoch' if epochs == 1 else 'epochs'}{changes}"
     if grid_run.grid.robustness:
         return f"{PROTOCOLS[grid_run.grid.robustness].caption} {paper}{ours}."
