@@ -107,7 +107,7 @@ def page(report: GridReport) -> str:
     done, total = len(report.finished), len(grid_run.trials)
     facts = [
         f"profile {grid_run.profile}",
-        *grid_run.request.overrides,
+        *(text for text in grid_run.request.overrides if text not in grid_run.changes),
         f"all {total} trials finished" if done == total else f"{done} of {total} trials finished",
     ]
     if ended := max((result.ended for _, result in report.finished), default=0):
