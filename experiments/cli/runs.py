@@ -80,6 +80,7 @@ def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
     \b
     Example: san delete 0123456789ab
     """
+    from experiments.runner.progress import trial_count
     from experiments.runs.workspace import open_workspace
     from experiments.tracking.deletion import delete_trials, find_trials
 
@@ -87,11 +88,11 @@ def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
     trials = find_trials(workspace.tracking_uri, names)
     click.echo("\n".join(f"{run.key}  {run.grid}-{run.profile} {run.name}" for run in trials), err=True)
     if not yes and not sys.stdin.isatty():
-        raise UserError(f"{len(trials)} runs would be deleted; add --yes to delete them without a question")
-    if not yes and not click.confirm(f"Delete these {len(trials)} runs with their checkpoints and logs?", err=True):
+        raise UserError("the runs above would be deleted; add --yes to delete them without a question")
+    if not yes and not click.confirm("Delete these runs with their checkpoints and logs?", err=True):
         return
     delete_trials(workspace, trials)
-    click.echo(f"deleted {len({run.key for run in trials})} trials")
+    click.echo(f"deleted {trial_count(len({run.key for run in trials}))}")
 
 
 def _listed(run: Listed) -> str:

@@ -152,7 +152,7 @@ def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) 
     assert process.stdout is not None
     output = process.stdout.read()
     assert process.returncode == 0, output
-    assert "1 trials, 1 to train" in output and "ray job stop it-s-touch-gotcha-x-y-digits-" in output
+    assert "1 trial, 1 to train" in output and "ray job stop it-s-touch-gotcha-x-y-digits-" in output
     assert any("ImplicitFunc" in name for name in environments), f"no trial's process has the variable, only {environments}"
     # Ray itself passes the environment of the job as an argument of the process that sets up a worker.
     assert [command for command in commands if "setup_worker.py" not in command] == [] and secret not in output
@@ -162,7 +162,7 @@ def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) 
 
     again = san(*arguments)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "1 trials, 1 already finished, 0 to train" in again.stdout
+    assert "1 trial, 1 already finished, 0 to train" in again.stdout
     database = tmp_path / "runs" / "mlflow.db"
     assert states_of(database) == ["FINISHED"]
     assert set(tags_of(database, "san.git_commit")) == {git_commit()}, "the commit of the job's copy of the project"

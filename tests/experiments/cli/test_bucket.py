@@ -93,7 +93,7 @@ def test_grid_runs_without_a_shared_folder(
     overrides = ("recipe.batch_size=50", "data.train_per_class=20", "recipe.epochs=1")
     grid_run, title = (str(grid), *overrides), "+".join(("small-digits", *overrides))
     secret = ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"]
-    finished = "1 trials, 1 already finished"
+    finished = "1 trial, 1 already finished"
     for command, expected in (
         (("run", *grid_run), "trained 1 trial in "),
         (("run", *grid_run), finished),

@@ -26,9 +26,9 @@ def test_deletes_one_trial_and_nothing_else(open_small_grid: OpenGrid, rejected:
     client, experiment = grid_run.tracker.client, known_results(grid_run)[first.key].experiment_id
     for trial in (first, second):
         client.create_logged_model(experiment, trial.row, tags={"san.trial": trial.key})
-    assert "1 runs would be deleted; add --yes" in rejected("delete", first.key, "--runs", grid_run.workspace.runs)
+    assert "add --yes" in rejected("delete", first.key, "--runs", grid_run.workspace.runs)
     assert known_results(grid_run).keys() == {first.key, second.key}
-    assert printed("delete", first.key, "--yes", "--runs", grid_run.workspace.runs) == "deleted 1 trials\n"
+    assert printed("delete", first.key, "--yes", "--runs", grid_run.workspace.runs) == "deleted 1 trial\n"
     assert known_results(grid_run).keys() == {second.key}
     assert [model.name for model in client.search_logged_models([experiment])] == [second.row]
     assert not any(file.exists() for file in files)
