@@ -3,9 +3,9 @@
 Tune itself would kill the process of a stopped trial. Instead, a trial asks whether to continue, so that it can save its work.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,28 +15,19 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from cluster.sweep import DRIVER_RESOURCES
 
 
-@dataclass(frozen=True, slots=True)
-class Halving:
-    """About the best 1/`reduction` of the trials at a rung continue. Rungs are the epochs `first`, `first * reduction`, ...
-    below `last`."""
-
-    first: int
-    reduction: int
-    last: int
-
-
 class Rungs:
-    """The scores of the trials at the rungs. `known` contains the scores of finished trials by key."""
+    """The scores of the trials at the rungs, which are the epochs `first`, `first * reduction`, ... below `last`. About the
+    best 1/`reduction` of the trials at a rung continue. `known` contains the scores of finished trials by key."""
 
-    def __init__(self, halving: Halving, known: Mapping[str, Sequence[float]]) -> None:
-        self._last = halving.last
+    def __init__(self, first: int, reduction: int, last: int, known: Mapping[str, Sequence[float]]) -> None:
+        self._last = last
         self._scheduler = AsyncHyperBandScheduler(
             time_attr="time",
             metric="score",
             mode="max",
-            max_t=halving.last,
-            grace_period=halving.first,
-            reduction_factor=halving.reduction,
+            max_t=last,
+            grace_period=first,
+            reduction_factor=reduction,
         )
         self._trials: dict[str, Any] = {}
         self._stopped: set[str] = set()
@@ -66,24 +57,20 @@ class Rungs:
         return decision == TrialScheduler.STOP
 
 
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Asks the rungs from any process of the session."""
-
-    actor: Any
-
-    def __call__(self, key: str, scores: Sequence[float]) -> bool:
-        """As `Rungs.should_continue`; takes a few milliseconds."""
-        return ray.get(self.actor.should_continue.remote(key, list(scores)))
+def _ask(actor: Any, key: str, scores: Sequence[float]) -> bool:
+    """As `Rungs.should_continue`; takes a few milliseconds."""
+    return ray.get(actor.should_continue.remote(key, list(scores)))
 
 
 @contextmanager
-def judge(halving: Halving, known: Mapping[str, Sequence[float]]) -> Iterator[Judge]:
-    """Rungs in a process on the head, which all trials of this session can ask."""
+def judge(
+    first: int, reduction: int, last: int, known: Mapping[str, Sequence[float]]
+) -> Iterator[Callable[[str, Sequence[float]], bool]]:
+    """`Rungs.should_continue` of rungs in a process on the head, which all trials of this session can call."""
     start: Any = ray.remote(Rungs)
-    actor = start.options(num_cpus=0, resources=DRIVER_RESOURCES).remote(halving, dict(known))
+    actor = start.options(num_cpus=0, resources=DRIVER_RESOURCES).remote(first, reduction, last, dict(known))
     try:
-        yield Judge(actor)
+        yield partial(_ask, actor)
     finally:
         if ray.is_initialized():  # an interrupted sweep ends the session
             ray.kill(actor)

@@ -30,10 +30,6 @@ for noisy in ("dashboard.modules.dashboard_sdk", "dashboard.modules.job.sdk", "_
     logging.getLogger(f"ray.{noisy}").setLevel(logging.WARNING)
 
 
-class UnreachableError(ClusterError):
-    """The job server does not respond. Its jobs may still be running."""
-
-
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
     """How a job ended."""
@@ -49,7 +45,7 @@ class FinishedJob:
 class JobServer:
     """The job server of a cluster's head, for example `http://head:8265`.
 
-    Methods raise ClusterError if the server rejects a request, and UnreachableError if it does not respond.
+    Methods raise ClusterError if the server rejects a request or does not respond.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -112,12 +108,12 @@ class JobServer:
         except AuthenticationError:
             raise ClusterError(f"{self.address} rejected the token or requires one; {TOKEN_HINT}") from None
         except (aiohttp.ClientError, requests.RequestException, OSError) as error:
-            raise UnreachableError(
+            raise ClusterError(
                 f"{self.address} does not answer like a job server ({type(error).__name__}); check the address, the network "
                 "and the head's dashboard"
             ) from None
         except RuntimeError as error:  # a response with an error status, or a closed connection
-            raise UnreachableError(f"{self.address}: {_line(str(error).strip().rpartition(chr(10))[2])}") from None
+            raise ClusterError(f"{self.address}: {_line(str(error).strip().rpartition(chr(10))[2])}") from None
 
 
 def _line(text: str) -> str:

@@ -56,7 +56,7 @@ def _watch(local: bool, connected: threading.Event, ended: threading.Event, on_l
         try:
             socket.create_connection((host, int(port)), timeout=_TIMEOUT).close()
             responded_at = time.monotonic()
-            if node not in alive():
+            if node not in {each["NodeID"] for each in nodes()}:
                 message = "Ray died on this machine, perhaps because memory ran out (see `dmesg`)"
         except OSError as error:
             has_ended = local and isinstance(error, ConnectionRefusedError)
@@ -74,11 +74,6 @@ def nodes() -> list[dict[str, Any]]:
     """The nodes of this session's cluster that are alive, as Ray describes them."""
     described: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return [node for node in described if node["Alive"]]
-
-
-def alive() -> frozenset[str]:
-    """Ids of the nodes of this session's cluster that are alive."""
-    return frozenset(node["NodeID"] for node in nodes())
 
 
 def exit_lost(message: str) -> NoReturn:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from experiments.errors import UserError
-from experiments.evaluation.evaluate import CHECKPOINT, Kind, kind_of, open_checkpoint, open_images, resolve_checkpoint
+from experiments.evaluation.evaluate import CHECKPOINT, open_checkpoint, open_images, resolve_checkpoint
 from experiments.evaluation.protocol import Ended, Numbers, measured, percentages
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.expand import parse_override
 from experiments.grids.grid import ProtocolName
 from experiments.runner.progress import counting
 
@@ -24,9 +23,8 @@ def measure_all(
     split: str | None,
     runs: str | Path | None,
 ) -> dict[str, list[dict[str, Numbers]]]:
-    """Measures the numbers of each checkpoint under each condition. The profile applies to checkpoints without preprocessing,
-    and overrides of the model apply to released files. All checkpoints and their images are checked before the first is
-    measured.
+    """Measures the numbers of each checkpoint under each condition. All checkpoints and their images are checked before the
+    first is measured.
 
     Raises:
         UserError, DataError: as in `open_checkpoint` and `open_images`; or no checkpoint is given, or one twice.
@@ -38,12 +36,10 @@ def measure_all(
     ours: dict[str, list[dict[str, Numbers]]] = {}
     with ExitStack() as reached:
         paths = {name: reached.enter_context(resolve_checkpoint(name, runs))[0] for name in names}
-        kinds = {name: kind_of(path) for name, path in paths.items()}
-        fitting = {name: _fitting(kind, set(kinds.values()), overrides, profile) for name, kind in kinds.items()}
+        for path in paths.values():
+            open_images(open_checkpoint(path, overrides, profile), split)
         for name, path in paths.items():
-            open_images(open_checkpoint(path, *fitting[name]), split)
-        for name, path in paths.items():
-            opened = open_checkpoint(path, *fitting[name])  # again: they may be too many for the memory
+            opened = open_checkpoint(path, overrides, profile)  # again: they may be too many for the memory
             images, by_condition = open_images(opened, split), {}
 
             def shown(condition: str, images: int, batch: int, name: str = name) -> AbstractContextManager[Ended]:
@@ -54,10 +50,3 @@ def measure_all(
                 print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
             ours[name if opened.row is None else f"{opened.row} ({name})"] = [by_condition]
     return ours
-
-
-def _fitting(kind: Kind, kinds: Set[Kind], overrides: Sequence[str], profile: str | None) -> tuple[Sequence[str], str | None]:
-    """Leaves out what a checkpoint of this kind contains itself, if it is meant for other checkpoints."""
-    if kind != "released" and "released" in kinds:
-        overrides = [text for text in overrides if "model" not in parse_override(text)]
-    return overrides, None if kind == "trial" and kinds != {"trial"} else profile

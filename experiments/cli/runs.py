@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +22,9 @@ if TYPE_CHECKING:
 
 @click.command("runs")
 @click.argument("grid", required=False)
-@click.option("--follow", is_flag=True, help="Refresh every 5 seconds until no run is active.")
 @RUNS
 @AS_JSON
-def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: bool) -> None:
+def list_runs(grid: str | None, runs: Path | str | None, as_json: bool) -> None:
     """List runs with state, epoch, top-1 and age, newest first.
 
     Runs of the same name are listed with the settings in which they differ.
@@ -35,36 +32,19 @@ def list_runs(grid: str | None, follow: bool, runs: Path | str | None, as_json: 
     GRID is the name or file of a grid. Without it, lists all runs in the store.
 
     \b
-    Example: san runs footprint --follow
+    Example: watch -n 10 san runs footprint
     """
     from experiments.runs.workspace import has_store, open_workspace
     from experiments.tracking.listing import list_runs as listed_runs
 
-    if as_json and follow:
-        raise UserError("`--json` prints once and cannot be combined with `--follow`; leave out one of these options")
     uri = open_workspace(runs).tracking_uri
-    while True:
-        listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
-        if as_json:
-            click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
-            return
-        if not listed and not follow:
-            click.echo(f"no runs{f' of grid {grid}' if grid else ''} in {uri}", err=True)
-        lines = [_listed(run) for run in listed]
-        in_place = follow and sys.stdout.isatty()
-        if in_place:  # the oldest runs do not fit on a full screen
-            columns, rows = shutil.get_terminal_size()
-            lines = [line[:columns] for line in lines[: rows - 1]]
-            click.clear()
-        click.echo("".join(f"{line}\n" for line in lines), nl=False)
-        if not follow or all(run.state != "running" for run in listed):
-            return
-        try:
-            time.sleep(5)
-        except KeyboardInterrupt:  # Ctrl-C ends the command
-            return
-        if not in_place:
-            click.echo()
+    listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
+    if as_json:
+        click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
+        return
+    if not listed:
+        click.echo(f"no runs{f' of grid {grid}' if grid else ''} in {uri}", err=True)
+    click.echo("".join(f"{_listed(run)}\n" for run in listed), nl=False)
 
 
 @click.command()

@@ -61,7 +61,6 @@ def _hint(server: JobServer, job: str) -> str:
 def _follow(server: JobServer, job: str) -> NoReturn:
     """Prints a job's log until the job ends, and exits with its exit code: 0, 2, or 1 for any other failure."""
     from cluster import ClusterError
-    from cluster.submit import UnreachableError
 
     try:
         finished = server.follow(job, lambda piece: click.echo(piece, nl=False))
@@ -69,8 +68,7 @@ def _follow(server: JobServer, job: str) -> NoReturn:
         click.echo(f"interrupted; the job is still running\n{_hint(server, job)}", err=True)
         sys.exit(1)
     except ClusterError as error:
-        may = "\nthe job may still be running" if isinstance(error, UnreachableError) else ""
-        click.echo(f"san: {error}{may}; run the same command again to resume the grid", err=True)
+        click.echo(f"san: {error}\nthe job may still be running; run the same command again to resume the grid", err=True)
         sys.exit(1)
     if finished.state == "succeeded":
         sys.exit(0)

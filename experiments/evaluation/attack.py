@@ -40,20 +40,12 @@ class OnPixels(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """An attack with its parameters in units of 1/255. Calling it measures its success.
-
-    Raises:
-        ValueError: a parameter is out of range.
-    """
+    """An attack with its parameters in units of 1/255. Calling it measures its success."""
 
     epsilon: int
     """The largest change of a pixel."""
     step: int
     steps: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.epsilon <= 255 or not 0 < self.step <= 255 or self.steps < 1:
-            raise ValueError(f"an attack needs 0 < epsilon <= 255, 0 < step <= 255 and at least one step, not {self}")
 
     def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: Ended) -> Numbers:
         normalized = transform(opened.config.data)

@@ -436,14 +436,10 @@ def unknown_key(path: str, allowed: Sequence[str]) -> str:
     section, dot, key = path.rpartition(".")
     near = [f"{section}{dot}{name}" for name in difflib.get_close_matches(key, allowed, n=1)]
     if not section and not near:  # a key without its section, such as `lr` for `recipe.lr`
-        near = [full for full in flat_keys(TrialConfig) if full.endswith(f".{key}")]
+        keys = [f"{section}.{name}" for section in TrialConfig.model_fields for name in keys_at(TrialConfig, (section,))]
+        near = [full for full in keys if full.endswith(f".{key}")]
     hint = f"did you mean `{'` or `'.join(near)}`? Allowed" if near else "allowed"
     return f"unknown key; {hint}: {', '.join(sorted(allowed))}"
-
-
-def flat_keys(schema: type[BaseModel]) -> list[str]:
-    """All keys of the sections of a schema, such as `recipe.lr`."""
-    return [f"{section}.{key}" for section in schema.model_fields for key in keys_at(schema, (section,))]
 
 
 def keys_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import san
-from experiments.grids.config import ModelConfig, model_errors
+from experiments.grids.config import ModelConfig
 from san.models import ModelSpec
 
 TABLES = Path(__file__).parent / "tables.yaml"
@@ -84,8 +84,16 @@ def paper_claims() -> dict[str, list[Claim]]:
 
 def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.Complexity | None]:
     """Parameters and FLOPs of every row for ImageNet at full size; None if the model does not accept this image size."""
-    fits = {row: not any(model_errors(model, INPUT_SIZE)) for row, model in models.items()}
-    return {row: count(model.spec(), INPUT_SIZE) if fits[row] else None for row, model in models.items()}
+    return {row: _count_if_it_fits(model) for row, model in models.items()}
+
+
+def _count_if_it_fits(model: ModelConfig) -> san.Complexity | None:
+    try:
+        spec = model.spec()
+        spec.check_input(INPUT_SIZE)
+        return count(spec, INPUT_SIZE)
+    except ValueError:
+        return None
 
 
 @functools.cache

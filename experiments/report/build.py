@@ -32,14 +32,9 @@ def records_of(grid_run: GridRun, results: Mapping[str, Result]) -> Sequence[Tab
 
 def tables(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, str]:
     """The grid's table in each format: text, markdown, latex, csv."""
-    records: Sequence[TableRow | Measurement]
-    if grid_run.grid.robustness:
-        records = measured = measurements_of(grid_run, results)
-        table = protocol_table(measured)
-    else:
-        records = rows = table_rows(grid_run, results)
-        table = grid_table(rows)
-    return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(records)}
+    measured, rows = measurements_of(grid_run, results), table_rows(grid_run, results)
+    table = protocol_table(measured) if grid_run.grid.robustness else grid_table(rows)
+    return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(measured or rows)}
 
 
 def caption(grid_run: GridRun) -> str:
@@ -47,11 +42,12 @@ def caption(grid_run: GridRun) -> str:
 
 
 def setting(grid_run: GridRun) -> str:
-    epochs = grid_run.trials[0].config.recipe.epochs
+    lengths = sorted({trial.config.recipe.epochs for trial in grid_run.trials})
+    epochs = "1 epoch" if lengths == [1] else f"{', '.join(map(str, lengths))} epochs"
     lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in grid_run.trials))
     paper = f"Paper: ImageNet, table `{grid_run.grid.table}`{lacking}. " if grid_run.grid.table else ""
     changes = "".join(f", `{change}`" for change in grid_run.changes if not change.startswith("recipe.epochs="))
-    ours = f"{'Ours: p' if paper else 'P'}rofile `{grid_run.profile}`, {epochs} {'epoch' if epochs == 1 else 'epochs'}{changes}"
+    ours = f"{'Ours: p' if paper else 'P'}rofile `{grid_run.profile}`, {epochs}{changes}"
     if grid_run.grid.robustness:
         return f"{PROTOCOLS[grid_run.grid.robustness].caption} {paper}{ours}."
     if grid_run.grid.table is None:

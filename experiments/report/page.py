@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-import yaml
 from markupsafe import Markup, escape
 
 from experiments.evaluation.attention import variance_in_words
 from experiments.evaluation.attention_samples import MOST_SAMPLES
 from experiments.evaluation.protocol import TITLES
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.config import merged
 from experiments.report import attention_plot, plots
 from experiments.report import data as report_data
 from experiments.report.build import setting
@@ -27,7 +24,6 @@ from experiments.report.data import GridReport, Measurement, TableRow, grid_meas
 from experiments.report.html import templates
 from experiments.report.plots import Chart
 from experiments.report.tables import MEASUREMENT_COLUMNS, Column, shown_columns, value_of
-from experiments.runner.grid_run import GridRun
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 
@@ -130,7 +126,7 @@ def page(report: GridReport) -> str:
         most_channels=attention_plot.MOST_CHANNELS_OF_PAGE,
         is_server=grid_run.workspace.tracking_uri.startswith(("http://", "https://")),
         **_facts(report),
-        row_commands={row: commands_for_row(grid_run, row) for row in report.shown_rows},
+        row_commands={row: replace(grid_run.request, only=(row,)).command for row in report.shown_rows},
         commands_note=_limit_note(report, "a command on this page"),
     )
 
@@ -263,23 +259,3 @@ def _facts(report: GridReport) -> dict[str, Any]:
     same = {name: facts[0][name] for name in SAME if facts and len({each[name] for each in facts}) == 1}
     rest = [{name: value for name, value in each.items() if name not in same} for each in facts]
     return {"same_facts": {SAME[name]: value for name, value in same.items()}, "trial_facts": rest}
-
-
-def commands_for_row(grid_run: GridRun, row: str) -> str:
-    """Shell commands that write a grid with only this row and train its trials, with the same keys."""
-    grid = grid_run.grid
-    (row_of_page,) = (one for one in grid.rows if one.id == row)
-    layers = merged(grid.base.model_dump(), row_of_page.model_dump(exclude={"id", "seeds"}))
-    seeds = [trial.seed for trial in grid_run.trials if trial.row == row]
-    imports = [*grid.imports, *map(os.path.abspath, grid_run.request.imports)]
-    asked = {"question": grid.question, "robustness": grid.robustness, "imports": imports}
-    content = {
-        **{key: value for key, value in asked.items() if value},
-        "seeds": seeds,
-        "rows": [{"id": row, **{key: v for key, v in layers.items() if v}}],
-    }
-    text = yaml.safe_dump(content, sort_keys=False, width=100, allow_unicode=True)
-    file = f"{row}.yaml"
-    request = grid_run.request
-    command = shlex.join(["san", "run", file, "--profile", request.profile, *request.overrides])
-    return f"cat > {shlex.quote(file)} <<'END'\n{text}END\n{command}"

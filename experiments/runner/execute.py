@@ -15,20 +15,19 @@ from experiments.errors import MachineError, UserError
 from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
-from experiments.runner.plan import missing_measurements, room, to_train, trials_that_fit
+from experiments.runner.plan import missing_measurements, room, to_train
 from experiments.runner.progress import Progress, duration, trial_count
 from experiments.runs.claims import Claim, StopRequest, claimed_trials
 from experiments.runs.retry import OUTAGE_TIMEOUT, retry
 from experiments.runs.store import ClaimedError, StorageError, node_lock
 from experiments.runs.summary import read_top1
 from experiments.tracking import Result, TrackerError
-from experiments.training.device import require_gpu, training_device
-from experiments.training.trainer import run_trial
+from experiments.training.device import training_device
+from experiments.training.trainer import ShouldContinue, run_trial
 from pipelines import DataError
 from san import CheckpointError
 
 if TYPE_CHECKING:
-    from cluster.halving import Judge
     from cluster.sweep import Outcome
     from experiments.runner.restart import Restart
 
@@ -88,10 +87,8 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
                 "each with some of them, such as `taskset --cpu-list 0-3 san run ...`"
             )
         if on_this_machine:  # Fail before any trial starts if none can run.
-            require_gpu(grid_run.trials[0].config)
-        at_once = min(trials_that_fit(grid_run, resources), len(missing))
-        if on_this_machine:
             training_device(grid_run.trials[0].config)
+        at_once = min(concurrency(grid_run.placement, resources), len(missing))
         print_status(room(grid_run, resources, at_once))
         with claimed_trials(store, grid_run.full_name, missing, grid_run.request.take_over) as (claimed, claim):
             others = [trial.name for key, trial in missing.items() if key not in claimed]
@@ -189,6 +186,10 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         try:
             with _ray_folder(grid_run) as folder:
                 outcomes = sweep(measure_trial, tasks, placement, storage=folder, observer=progress, non_retryable=errors)
+        except KeyboardInterrupt:
+            with suppress(TrackerError):
+                grid_run.tracker.interrupted(())
+            raise
         finally:
             progress.close()
         _conclude(grid_run, "measured", outcomes, trials, start)
@@ -216,19 +217,18 @@ def _conclude(grid_run: GridRun, verb: str, outcomes: Mapping[str, Outcome], tri
 
 
 @contextmanager
-def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterator[Judge | None]:
+def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterator[ShouldContinue | None]:
     """The judge that stops trials early, if the grid enables it. It also knows the results of earlier calls."""
     wanted = grid_run.grid.early_stopping
     if wanted is None:
         yield None
         return
-    from cluster.halving import Halving, judge  # imports Ray Tune
+    from cluster.halving import judge  # imports Ray Tune
 
-    halving = Halving(wanted.grace_epochs, wanted.reduction, grid_run.trials[0].config.recipe.epochs)
     before = [trial for trial in grid_run.trials if is_done(grid_run, results, trial)]
     workspace = grid_run.workspace
     known = {trial.key: read_top1(workspace.store.read(workspace.summary(trial))) for trial in before}
-    with judge(halving, known) as should_continue:
+    with judge(wanted.grace_epochs, wanted.reduction, grid_run.trials[0].config.recipe.epochs, known) as should_continue:
         yield should_continue
 
 

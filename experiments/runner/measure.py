@@ -15,12 +15,11 @@ from experiments.grids.imports import import_sources
 from experiments.runner.progress import SECONDS_BETWEEN_LINES, Display
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import last_of
-from experiments.training.trainer import kept_log, logging_to
+from experiments.training.reporter import Report
+from experiments.training.trainer import trial_log
 
 if TYPE_CHECKING:
     from cluster.sweep import Outcome
-
-Report = Callable[[Mapping[str, float]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ def measure_trial(task: MeasureTask, report: Report) -> None:
     import_sources(task.trial.imports)
     checkpoint = last_of(workspace.checkpoints(task.trial), config.recipe.epochs)
     workspace.store.download(checkpoint)
-    with kept_log(workspace, task.trial) as log, logging_to(log, rank=0):
+    with trial_log(workspace, task.trial, rank=0):
         opened = replace(open_checkpoint(checkpoint), config=config)
         indices = {condition.name: float(index) for index, condition in enumerate(task.conditions)}
 
@@ -75,7 +74,8 @@ class MeasureProgress:
         self, tasks: Mapping[str, MeasureTask], keep: Callable[[MeasureTask, dict[str, float]], None], out: TextIO
     ) -> None:
         self.tasks, self.keep, self.display, self.start = tasks, keep, Display(out), time.monotonic()
-        self.left = self.total = sum(len(task.conditions) for task in tasks.values())
+        self.left = {(key, condition.name) for key, task in tasks.items() for condition in task.conditions}
+        self.total = len(self.left)
         self.running: dict[str, tuple[str, str]] = {}
 
     def started(self, key: str) -> None:
@@ -91,7 +91,7 @@ class MeasureProgress:
                 self._write(f"{what}: {values['done']:.0%}")
         else:
             self.keep(task, values)
-            self.left -= 1
+            self.left.discard((key, condition.name))  # a trial that is retried measures some again
             self._write(f"{what}: {percentages(condition.numbers_in(values))}")
         self._show()
 
@@ -109,14 +109,14 @@ class MeasureProgress:
 
     def has_advanced(self) -> bool:
         """Whether a condition was measured."""
-        return self.left < self.total
+        return len(self.left) < self.total
 
     def close(self) -> None:
         self.display.close()
 
     def _write(self, text: str) -> None:
-        self.display.write(f"[{time.monotonic() - self.start:4.0f} s, {self.left} left] {text}")
+        self.display.write(f"[{time.monotonic() - self.start:4.0f} s, {len(self.left)} left] {text}")
 
     def _show(self) -> None:
-        done = self.total - self.left
+        done = self.total - len(self.left)
         self.display.show("robustness", done, self.total, f"{done}/{self.total} conditions", list(self.running.values()))

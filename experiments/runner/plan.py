@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from cluster import ClusterError, Placement, Resources, concurrency, workers_that_fit
+from cluster import ClusterError, Resources, concurrency
 from experiments.evaluation.protocols import PROTOCOLS
+from experiments.grids.config import DataConfig
 from experiments.grids.grid import Trial
 from experiments.paper.tables import count, note_on_missing_rows
 from experiments.runner.estimate import Estimator, Hours
@@ -93,9 +94,7 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
 
     unfinished = [trial for trial in planned if not trial.finished and trial.stopped_at is None]
     missing = {trial.key: trial for trial in reversed(unfinished)}  # the first of equal ones has the hours
-    train, val = open_data(grid_run.trials[0].config.data)
-    size = grid_run.trials[0].config.data.size
-    images = f"{len(train):,} training and {len(val):,} validation images of {size}x{size} pixels"
+    images = " or ".join(dict.fromkeys(_images(trial.config.data) for trial in grid_run.trials))
     first = f"grid {grid_run.name}, profile {grid_run.profile} ({images}): {trial_count(len(planned))}, {len(missing)} to train"
     lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in planned))
     beside = [f"compared with the paper's table `{grid_run.grid.table}`{lacking}"] if lacking else []
@@ -106,12 +105,17 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
     here = this_machine if is_local(address) else None
     with nullcontext(here()) if here else session(address) as resources:
         try:
-            at_once = min(trials_that_fit(grid_run, resources), len(missing))
+            at_once = min(concurrency(grid_run.placement, resources), len(missing))
         except ClusterError as error:
             return [first, *beside, f"cannot run here: {error}", *_in_hours(missing.values(), None)], False
     nodes = len(resources.nodes)
     where = "this machine" if here else f"the cluster ({nodes} {'node' if nodes == 1 else 'nodes'})"
     return [first, *beside, f"{where} has {room(grid_run, resources, at_once)}", *_in_hours(missing.values(), at_once)], True
+
+
+def _images(data: DataConfig) -> str:
+    train, val = open_data(data)
+    return f"{len(train):,} training and {len(val):,} validation images of {data.size}x{data.size} pixels"
 
 
 def _unequal_sizes(planned: Sequence[PlannedTrial]) -> list[str]:
@@ -122,39 +126,6 @@ def _unequal_sizes(planned: Sequence[PlannedTrial]) -> list[str]:
     if not far:
         return []
     return [f"more than a factor of 2 from the grid's median in parameters or FLOPs: {', '.join(far)}"]
-
-
-def trials_that_fit(grid_run: GridRun, resources: Resources) -> int:
-    """How many trials run at once.
-
-    Raises:
-        ClusterError: none fits; names the overrides with which one would fit.
-    """
-    try:
-        return concurrency(grid_run.placement, resources)
-    except ClusterError as error:
-        fits = _overrides_that_fit(grid_run.placement, grid_run.trials[0].config.recipe.grad_accum_steps, resources)
-        if not fits:
-            raise
-        raise ClusterError(
-            f"{error}. To fit this cluster with the same batch size, memory per worker and images per BatchNorm layer, "
-            f"set `{' '.join(fits)}`"
-        ) from None
-
-
-def _overrides_that_fit(placement: Placement, accumulate: int, resources: Resources) -> list[str]:
-    """Overrides with which a trial fits and BatchNorm sees as many images; empty if there are none."""
-    parts = placement.workers * accumulate
-    options = []
-    for cpus in range(1, placement.cpus + 1):
-        most = min(workers_that_fit(replace(placement, cpus=cpus), resources), placement.workers)
-        options.append((max((workers for workers in range(1, most + 1) if parts % workers == 0), default=0), cpus))
-    workers, cpus = max(options)
-    if workers == 0:
-        return []
-    fewer_workers = [f"resources.workers={workers}", f"recipe.grad_accum_steps={parts // workers}"]
-    fewer_cpus = [f"resources.cpus={cpus}"]
-    return (fewer_workers if workers < placement.workers else []) + (fewer_cpus if cpus < placement.cpus else [])
 
 
 def room(grid_run: GridRun, resources: Resources, at_once: int) -> str:

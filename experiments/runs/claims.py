@@ -10,7 +10,7 @@ import os
 import socket
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,16 +77,17 @@ def claimed_trials(
     trials = {key: trial for key, trial in missing.items() if key in claimed}
     before = _parsed(store.read(file))["owner"]
     claim = Claim(store, file, json.dumps({"owner": this_process(), "trials": [*trials]}).encode())
-    try:
-        # A command that restarts itself keeps its number.
-        with store.claim(file, claim.content, take_over or before == this_process()):
-            yield trials, claim
-    except FileExistsError:
-        remedy = "" if store.shared else "; if that process was killed, add --take-over"
-        raise ClaimedError(
-            f"{store.uri(file)}: another `san run` is training this grid ({before}); wait until that process ends, or stop it, "
-            f"then run the same command again{remedy}"
-        ) from None
+    with ExitStack() as stack:
+        try:
+            # A command that restarts itself keeps its number.
+            stack.enter_context(store.claim(file, claim.content, take_over or before == this_process()))
+        except FileExistsError:
+            remedy = "" if store.shared else "; if that process was killed, add --take-over"
+            raise ClaimedError(
+                f"{store.uri(file)}: another `san run` is training this grid ({before}); wait until that process ends, or stop "
+                f"it, then run the same command again{remedy}"
+            ) from None
+        yield trials, claim
 
 
 def _parsed(content: bytes | None) -> dict[str, Any]:

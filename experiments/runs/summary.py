@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 
 
@@ -27,6 +28,8 @@ class Epoch:
     """Percent."""
     train_top1: float | None = None
     """Percent of the training images; None in checkpoints of earlier versions."""
+    ended: int = field(default_factory=lambda: int(time.time() * 1000), compare=False)
+    """End of the epoch, in milliseconds since 1970."""
 
     def metrics(self) -> dict[str, float]:
         names = {
@@ -38,7 +41,11 @@ class Epoch:
             "top1": "val/top1",
             "top5": "val/top5",
         }
-        return {names.get(key, key): value for key, value in asdict(self).items() if key != "epoch" and value is not None}
+        return {
+            names.get(key, key): value
+            for key, value in asdict(self).items()
+            if key not in ("epoch", "ended") and value is not None
+        }
 
 
 def best_of(history: Sequence[Epoch]) -> Epoch | None:
@@ -49,35 +56,24 @@ def best_of(history: Sequence[Epoch]) -> Epoch | None:
     return max(validated, key=lambda scored: scored[:2])[2] if validated else None
 
 
-def summary_csv(history: Sequence[Epoch], ended: Mapping[int, int]) -> bytes:
-    """Content of the file. `ended` gives the end of each epoch in milliseconds since 1970."""
+def summary_csv(history: Sequence[Epoch]) -> bytes:
+    """Content of the file."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    writer.writerow([*(field.name for field in fields(Epoch)), "ended"])
+    writer.writerow([each.name for each in fields(Epoch)])
     for epoch in history:
-        moment = datetime.fromtimestamp(ended[epoch.epoch] / 1000, UTC)
-        writer.writerow([*asdict(epoch).values(), moment.isoformat(timespec="milliseconds")])
+        moment = datetime.fromtimestamp(epoch.ended / 1000, UTC)
+        writer.writerow((asdict(epoch) | {"ended": moment.isoformat(timespec="milliseconds")}).values())
     return text.getvalue().encode()
-
-
-def read_ended(content: bytes | None) -> dict[int, int]:
-    """The end of each epoch in milliseconds since 1970; empty if the file is missing or was edited."""
-    try:
-        return {int(row["epoch"]): round(datetime.fromisoformat(row["ended"]).timestamp() * 1000) for row in _rows(content)}
-    except (KeyError, TypeError, ValueError):
-        return {}
 
 
 def read_top1(content: bytes | None) -> list[float]:
     """Top-1 of each epoch in percent; empty if the file is missing or was edited."""
     try:
-        return [float(row["top1"]) for row in _rows(content)]
+        rows = csv.DictReader(io.StringIO((content or b"").decode(errors="replace"), newline=""))
+        return [float(row["top1"]) for row in rows]
     except (KeyError, TypeError, ValueError):
         return []
-
-
-def _rows(content: bytes | None) -> csv.DictReader[str]:
-    return csv.DictReader(io.StringIO((content or b"").decode(errors="replace"), newline=""))
 
 
 CONFUSION = "confusion.csv"

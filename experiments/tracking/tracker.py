@@ -121,7 +121,7 @@ class Tracker:
                 for tag in {"san.error", "san.stopped_by", "san.stopped_at"} & runs[0].data.tags.keys():
                     self.client.delete_tag(runs[0].info.run_id, tag)
                 return TrialRun(self.uri, self.client, runs[0].info.run_id)
-            parent = self._require_parent()
+            parent, commit = self._require_parent(), git_commit()
             tags = {
                 "mlflow.runName": trial.name,
                 "mlflow.parentRunId": parent.info.run_id,
@@ -132,9 +132,9 @@ class Tracker:
                 "san.row": trial.row,
                 "san.data_digest": trial.data_digest,
                 "san.workers": workers,
-                "san.git_commit": git_commit(),
+                "san.git_commit": commit,
                 "mlflow.source.name": f"san run {trial.grid}",
-                "mlflow.source.git.commit": git_commit(),
+                "mlflow.source.git.commit": commit,
                 "san.versions": versions(),
                 "san.machine": machine(),
             }
@@ -245,29 +245,26 @@ class TrialRun:
         """Sets tags about the latest start, because a trial may resume on another machine."""
         self.client.log_batch(self.run_id, tags=[RunTag(f"san.{name}", value) for name, value in tags.items()])
 
-    def log(self, history: Sequence[Epoch], ended: Mapping[int, int], logged: Set[int] | None = None) -> Set[int]:
+    def log(self, history: Sequence[Epoch], logged: Set[int] | None = None) -> Set[int]:
         """Logs the epochs that the run does not have yet, so that none is missing or duplicated after a crash.
 
-        `ended` contains the end of each epoch in milliseconds since 1970. `logged` are the epochs of the run; if None, the
-        server is asked. Returns the epochs of the run after logging.
+        `logged` are the epochs of the run; if None, the server is asked. Returns the epochs of the run after logging.
         """
         if logged is None:
             logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "epoch")}
         missing = [epoch for epoch in history if epoch.epoch not in logged]
         for first in range(0, len(missing), EPOCHS):
             metrics = [
-                Metric(key, value, ended[epoch.epoch], epoch.epoch)
+                Metric(key, value, epoch.ended, epoch.epoch)
                 for epoch in missing[first : first + EPOCHS]
                 for key, value in (epoch.metrics() | {"epoch": epoch.epoch + 1}).items()
             ]
             self.client.log_batch(self.run_id, metrics=metrics)
         return logged | {epoch.epoch for epoch in missing}
 
-    def summarise(self, history: Sequence[Epoch], images: int, at: int) -> None:
-        """Logs the best and the last epoch, the speed and the hours of training without validation and pauses.
-
-        `images` is the number of images per epoch; `at` is in milliseconds since 1970.
-        """
+    def summarise(self, history: Sequence[Epoch], images: int) -> None:
+        """Logs the best and the last epoch, the speed and the hours of training without validation and pauses. An epoch has
+        `images` images."""
         best = best_of(history)
         assert best is not None, "the last epoch is validated"
         at_best, at_last = best.metrics(), history[-1].metrics()
@@ -281,7 +278,7 @@ class TrialRun:
             "summary/images_per_second": images * len(history) / (3600 * hours),
             "summary/training_hours": hours,
         }
-        self.add(values, at)
+        self.add(values, history[-1].ended)
 
     def add(self, values: Mapping[str, float], at: int | None = None) -> None:
         """Logs numbers of the trained network. `at` is in milliseconds since 1970, by default now."""

@@ -217,10 +217,6 @@ class Checkpoints:
             )
         return checkpoint
 
-    def read_file(self, name: str) -> bytes | None:
-        """The content of a file beside the checkpoints."""
-        return self.store.read(self._path(name))
-
     def uri(self, name: str) -> str:
         return self.store.uri(self._path(name))
 

@@ -35,7 +35,11 @@ def training_device(config: TrialConfig) -> torch.device:
     """
     if config.resources.gpus == 0:
         return torch.device("cpu")
-    require_gpu(config)
+    gpus = config.resources.gpus
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own words on an old driver, which `gpu_problem` has too
+        if not torch.cuda.is_available():
+            raise MachineError(f"resources.gpus={gpus:g}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
     if not config.engine.reference_operators and (missing := library.missing("cuda")) is not None:
         raise MachineError(
             f"the CUDA kernels are not available on {os.uname().nodename}: {missing}. Without the kernels, training is several "
@@ -53,28 +57,6 @@ def prepare_cpu(threads: int) -> None:
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 64 << 20)):
             libc.mallopt(option, value)
-
-
-def precision_warning(precision: str, device: torch.device) -> str | None:
-    """A warning for bfloat16 on a CPU without instructions for it, or None."""
-    capabilities = torch.cpu.get_capabilities()
-    has_bfloat16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    if precision != "bfloat16" or device.type != "cpu" or has_bfloat16:
-        return None
-    name = capabilities.get("cpu_name", "this CPU")
-    return (
-        f"recipe.precision=bfloat16 is slower than float32 here: {name} has no instructions for bfloat16 (AVX512-BF16 or AMX)"
-    )
-
-
-def require_gpu(config: TrialConfig) -> None:
-    """Raises MachineError if the trial needs a GPU, but torch cannot use one on this machine."""
-    gpus = config.resources.gpus
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own words on an old driver, which `gpu_problem` has too
-        if gpus == 0 or torch.cuda.is_available():
-            return
-    raise MachineError(f"resources.gpus={gpus:g}: torch cannot use a GPU on {os.uname().nodename}: {gpu_problem()}")
 
 
 def compute_tags(config: EngineConfig, device: torch.device) -> dict[str, str]:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from experiments.grids.config import EngineConfig, RecipeConfig
 from experiments.training.augment import Augmentation
 from experiments.training.graphs import StepGraphs
-from experiments.training.recipe import MixedBatch, averaged, erased, frozen_parts, mixed, optimizer, schedule
+from experiments.training.recipe import MixedBatch, erased, frozen_parts, mixed, optimizer, schedule
 
 PLAIN = EngineConfig()
 ALIGNMENT = 32
@@ -86,7 +87,11 @@ class Engine:
         if recipe.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self._frozen = frozen_parts(model, recipe.freeze)
-        self._average = averaged(model, recipe.ema_decay) if recipe.ema_decay else None
+        self._average: AveragedModel | None = (
+            None  # an exponential moving average of weights and BatchNorm statistics; it begins as a copy
+        )
+        if recipe.ema_decay:
+            self._average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema_decay), use_buffers=True)
         self.optimizer = optimizer(model, recipe)
         self.schedule = schedule(self.optimizer, recipe, steps)
         self._engine, *_ = deepspeed.initialize(

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from experiments.grids.grid import Trial
-from experiments.runs.retry import OUTAGE_TIMEOUT, PAUSE
+from experiments.runs.retry import PAUSE
 from experiments.runs.summary import Epoch
 from experiments.tracking import TrackerError
 from experiments.tracking.registry import TrainedModel, register
@@ -54,31 +54,28 @@ class AsyncMetricLogger:
         self._logged: Set[int] | None = None  # epochs that MLflow has; None: ask
         self._monitor: NodeMonitor | None = None
         self._history: tuple[Epoch, ...] = ()
-        self._ended: Mapping[int, int] = {}
         self._best: Checkpoint | None = None
         self._stopped_by: str | None = None
         self._requests: queue.SimpleQueue[bool | None] = queue.SimpleQueue()  # whether the trial has ended; None: close
         self._gave_up = threading.Event()
-        self._complete = False
         self._warned = False
         self._thread = threading.Thread(target=self._work, name="metric-logger", daemon=True)
         self._thread.start()
 
-    def log(self, history: Sequence[Epoch], ended: Mapping[int, int]) -> None:
-        """Sends the epochs that MLflow does not have; `ended` gives the end of each in milliseconds since 1970."""
-        self._history, self._ended = tuple(history), dict(ended)
+    def log(self, history: Sequence[Epoch]) -> None:
+        """Sends the epochs that MLflow does not have."""
+        self._history = tuple(history)
         self._requests.put(False)
 
-    def finish(self, best: Checkpoint | None, stopped_by: str | None = None, seconds: float | None = None) -> bool:
-        """Registers the best weights and ends the run. Returns whether MLflow accepted everything within `seconds` (default:
-        `OUTAGE_TIMEOUT`); otherwise, the next start of the trial sends the rest.
+    def finish(self, best: Checkpoint | None, stopped_by: str | None, seconds: float) -> None:
+        """Registers the best weights and ends the run. What MLflow does not accept within `seconds`, the next start of the
+        trial sends.
 
         `stopped_by` names the grid whose early stopping ends the trial.
         """
         self._best, self._stopped_by = best, stopped_by
         self._requests.put(True)
-        self.close(OUTAGE_TIMEOUT if seconds is None else seconds)
-        return self._complete
+        self.close(seconds)
 
     def close(self, seconds: float = 10.0) -> None:
         """Sends the remaining metrics, for up to `seconds`."""
@@ -95,7 +92,6 @@ class AsyncMetricLogger:
                     if self._gave_up.wait(pause * random.uniform(0.5, 1)):
                         return
                     pause = min(2 * pause, LONGEST_PAUSE * PAUSE)
-                self._complete = at_end
         finally:
             if self._monitor is not None:
                 self._monitor.finish()  # type: ignore[no-untyped-call]
@@ -106,7 +102,7 @@ class AsyncMetricLogger:
             run = self._run = self._run or self._open()
             with usable(run.uri):
                 logged, self._logged = None if at_end else self._logged, None
-                self._logged = run.log(self._history, self._ended, logged)
+                self._logged = run.log(self._history, logged)
                 if at_end:
                     self._end(run)
                 elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
@@ -129,7 +125,7 @@ class AsyncMetricLogger:
     def _end(self, run: TrialRun) -> None:
         if self._stopped_by is not None:
             return run.stop(self._stopped_by, len(self._history))
-        run.summarise(self._history, self.images, self._ended[self._history[-1].epoch])
+        run.summarise(self._history, self.images)
         if self._best is not None:
             best = TrainedModel(self.trial, self._best.history[-1], self._best.origin.classes, self._best.model())
             register(run.client, run.run_id, best)

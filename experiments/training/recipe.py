@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from experiments.grids.config import RecipeConfig
 from experiments.training.device import to_device
@@ -139,12 +138,6 @@ def optimizer(model: nn.Module, recipe: RecipeConfig) -> torch.optim.Optimizer:
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(groups, betas=(recipe.momentum, 0.999))
     return torch.optim.SGD(groups, momentum=recipe.momentum, nesterov=recipe.nesterov)
-
-
-def averaged(model: nn.Module, decay: float) -> AveragedModel:
-    """An exponential moving average of the weights and BatchNorm statistics, updated by `update_parameters(model)`; the first
-    update copies the model."""
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
 
 
 def frozen_parts(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:

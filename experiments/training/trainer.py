@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import torch
@@ -26,11 +25,11 @@ from experiments.grids.imports import import_sources
 from experiments.runs.claims import Claim
 from experiments.runs.retry import OUTAGE_TIMEOUT
 from experiments.runs.store import StorageError
-from experiments.runs.summary import CONFUSION, Confusion, Epoch, best_of, read_ended, summary_csv
+from experiments.runs.summary import CONFUSION, Confusion, Epoch, best_of, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.augment import Augmentation
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
-from experiments.training.device import compute_tags, explain_oom, precision_warning, prepare_cpu, training_device
+from experiments.training.device import compute_tags, explain_oom, prepare_cpu, training_device
 from experiments.training.engine import Engine, join_process_group, numerics
 from experiments.training.images import loaders
 from experiments.training.metrics import RunningEpoch, evaluate
@@ -79,8 +78,7 @@ def run_trial(
         rank, _ = join_process_group(device)
     store = workspace.store.with_outage_timeout(_outage_timeout(config))
     with (
-        kept_log(workspace, trial) as path,
-        logging_to(path, rank) as log,
+        trial_log(workspace, trial, rank) as log,
         Watchdog(config.checkpointing.hang_timeout, log) as watchdog,
         numerics(config.engine, device),
         explain_oom(config, device),
@@ -120,8 +118,6 @@ def _prepare(
     augment = None if config.recipe.augment == "none" else Augmentation(config.recipe.augment, train.transform, device)
     engine = Engine(model.to(device), config.recipe, train.steps, micro_batch, config.engine, augment)
     _log.info(", ".join(f"{name}: {value}" for name, value in tags.items()))
-    if (warning := precision_warning(config.recipe.precision, device)) is not None:
-        _log.warning(warning)
     reporter = ProgressReporter(report, config.recipe.epochs, train)
     return Trainer(
         workspace, trial, engine, train, val, checkpoints, watchdog, reporter, should_continue, should_stop, complexity, tags
@@ -180,8 +176,6 @@ class Trainer:
     logger: AsyncMetricLogger | None = None
     """On the first worker."""
     history: tuple[Epoch, ...] = ()
-    ended: dict[int, int] = field(default_factory=dict)
-    """End of each epoch in milliseconds since 1970."""
     last_saved: str | None = None
     """Name of the last checkpoint."""
     _asked_at: float = field(default_factory=time.monotonic)
@@ -244,7 +238,6 @@ class Trainer:
         if is_first:
             self._log_resumed(saved)
             self.logger = self._open_logger(resumed=saved is not None)
-            self.ended = read_ended(self.checkpoints.read_file("summary.csv"))
             self.log()
         return running
 
@@ -308,10 +301,8 @@ class Trainer:
     def log(self) -> None:
         """Writes `summary.csv` and sends the epochs to MLflow."""
         if self.logger is not None:
-            now = int(time.time() * 1000)
-            self.ended = {epoch.epoch: self.ended.get(epoch.epoch, now) for epoch in self.history}
-            self.checkpoints.write("summary.csv", summary_csv(self.history, self.ended))
-            self.logger.log(self.history, self.ended)
+            self.checkpoints.write("summary.csv", summary_csv(self.history))
+            self.logger.log(self.history)
 
     def finish(self) -> None:
         """Ends the MLflow run, while the other workers wait."""
@@ -378,25 +369,16 @@ def _outage_timeout(config: TrialConfig) -> float:
 
 
 @contextmanager
-def kept_log(workspace: Workspace, trial: Trial) -> Iterator[Path]:
-    """A trial's log on this node; in a bucket, it is continued at the start and stored at the end."""
-    path = workspace.log(trial)
-    with suppress(StorageError):  # reported by whoever needs the bucket for more
-        workspace.store.download(path)
-    try:
-        yield path
-    finally:
-        with suppress(StorageError, OSError):
-            workspace.store.upload(path)
-
-
-@contextmanager
-def logging_to(path: Path, rank: int) -> Iterator[TextIO]:
-    """Adds what this package logs to a file, which all workers of a trial on a node share.
+def trial_log(workspace: Workspace, trial: Trial, rank: int) -> Iterator[TextIO]:
+    """Adds what this package logs to a trial's log on this node, which the node's workers share. In a bucket, the log is
+    continued at the start and stored at the end.
 
     Raises:
         UserError: the file cannot be written.
     """
+    path = workspace.log(trial)
+    with suppress(StorageError):  # reported by whoever needs the bucket for more
+        workspace.store.download(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a", encoding="utf-8")
@@ -412,3 +394,5 @@ def logging_to(path: Path, rank: int) -> Iterator[TextIO]:
     finally:
         logger.removeHandler(handler)
         file.close()
+        with suppress(StorageError):
+            workspace.store.upload(path)

@@ -4,12 +4,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster import Placement
-from cluster.halving import Judge
 from cluster.session import session
 from cluster.sweep import Outcome, Report, sweep
 
@@ -22,7 +21,6 @@ class Memory:
     reports: list[tuple[str, dict[str, float]]] = field(default_factory=list)
     failures: list[tuple[str, str]] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    waits: list[str] = field(default_factory=list)
 
     def started(self, key: str) -> None:
         self.starts.append(key)
@@ -37,7 +35,7 @@ class Memory:
         self.outcomes.append(outcome)
 
     def waiting(self, reason: str) -> None:
-        self.waits.append(reason)
+        """Not recorded."""
 
     def of(self, key: str) -> list[dict[str, float]]:
         return [metrics for reported, metrics in self.reports if reported == key]
@@ -105,7 +103,7 @@ def reducing(value: float, report: Report) -> None:
     distributed.barrier()
 
 
-def asking(plan: tuple[Judge, str, list[float]], report: Report) -> None:
+def asking(plan: tuple[Callable[[str, list[float]], bool], str, list[float]], report: Report) -> None:
     """Each worker asks after each score whether to continue, and continues in any case."""
     judge, key, scores = plan
     for number in range(len(scores)):

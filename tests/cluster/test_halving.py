@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import Placement, Resources
-from cluster.halving import Halving, Rungs, judge
+from cluster.halving import Rungs, judge
 from cluster.sweep import sweep
 from tests.cluster import functions
 
@@ -16,7 +16,7 @@ HISTORIES = st.lists(st.lists(st.integers(0, 5).map(float), min_size=1, max_size
 
 def test_rungs_are_at_powers_of_the_reduction() -> None:
     """At epochs 2 and 6 of 12, a trial continues if it is not worse than two thirds of the trials before it."""
-    rungs = Rungs(Halving(2, 3, 12), {})
+    rungs = Rungs(2, 3, 12, {})
     assert rungs.should_continue("first", [9.0]) and rungs.should_continue("first", [9.0, 50.0])
     assert rungs.should_continue("better", [0.0, 60.0])
     assert not rungs.should_continue("between", [99.0, 55.0])
@@ -29,7 +29,7 @@ def test_rungs_are_at_powers_of_the_reduction() -> None:
 @given(HISTORIES, st.integers(1, 4), st.integers(2, 4))
 def test_best_trial_so_far_continues(histories: list[list[float]], first: int, reduction: int) -> None:
     """A stopped trial is worse than another trial at that rung, and stays stopped."""
-    rungs = Rungs(Halving(first, reduction, 40), {})
+    rungs = Rungs(first, reduction, 40, {})
     at: dict[int, list[float]] = {}
     for key, scores in enumerate(histories):
         for time, score in enumerate(scores, 1):
@@ -45,7 +45,7 @@ def test_best_trial_so_far_continues(histories: list[list[float]], first: int, r
 
 
 def test_known_results_of_other_trials_count() -> None:
-    rungs = Rungs(Halving(2, 3, 12), {"finished": [10.0] * 12, "stopped": [1.0, 1.0], "never": []})
+    rungs = Rungs(2, 3, 12, {"finished": [10.0] * 12, "stopped": [1.0, 1.0], "never": []})
     assert not rungs.should_continue("worse", [9.0, 5.0])
     assert rungs.should_continue("as_good", [0.0, 10.0])
     assert rungs.should_continue("continued_before", [0.0, 0.0, 0.0]), "it is past its rung"
@@ -58,7 +58,7 @@ def test_trials_ask_from_worker_processes(workers: int, resources: Resources, tm
     if resources.cpus < workers:
         pytest.skip(f"needs {workers} CPUs")
     memory = functions.Memory()
-    with judge(Halving(1, 2, 9), {"known": [5.0]}) as ask:
+    with judge(1, 2, 9, {"known": [5.0]}) as ask:
         values = {"good": (ask, "good", [6.0, 1.0]), "bad": (ask, "bad", [4.0, 0.0])}
         outcomes = sweep(functions.asking, values, Placement(workers), storage=tmp_path, observer=memory)
     assert all(outcome.error is None for outcome in outcomes.values())

@@ -204,6 +204,7 @@ def test_exit_code_is_1_if_the_grid_fails(san: San, tmp_path: Path) -> None:
     assert "not finished: only" in done.stdout and "exited with code 1" in done.stderr
 
 
+@pytest.mark.slow
 def test_explains_a_missing_token(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in LEFT_OUT:

@@ -19,7 +19,16 @@ from experiments.training.metrics import RunningEpoch
 from san import Complexity
 
 EPOCH = Epoch(
-    epoch=0, lr=0.1, train_loss=1.0, images_per_second=2.0, wait_share=0.5, val_loss=1.0, top1=50.0, top5=100.0, train_top1=25.0
+    epoch=0,
+    lr=0.1,
+    train_loss=1.0,
+    images_per_second=2.0,
+    wait_share=0.5,
+    val_loss=1.0,
+    top1=50.0,
+    top5=100.0,
+    train_top1=25.0,
+    ended=1000,
 )
 ORIGIN = Origin("small", "digits", "pairwise_3", 0, {}, "abc-def", ("cat", "dog"))
 SHORT = ("recipe.epochs=2", "recipe.batch_size=50", "data.train_per_class=20")  # 4 steps an epoch
@@ -31,7 +40,7 @@ def finish_trial(grid_run: GridRun, trial: Trial, top1: float) -> None:
     """Creates the finished MLflow run of a trial with one epoch."""
     tracked = grid_run.tracker.open(trial)
     tracked.describe(trial, Complexity(1, 2, 3, ()))
-    tracked.log([replace(EPOCH, top1=top1)], {0: 1000})
+    tracked.log([replace(EPOCH, top1=top1)])
     tracked.finish()
 
 

@@ -20,7 +20,7 @@ from experiments.grids.expand import PROFILES_DIR, expand, profile_path
 from experiments.grids.grid import Trial
 from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
-from experiments.runs.summary import read_ended, read_top1
+from experiments.runs.summary import read_top1
 from experiments.runs.workspace import open_store
 from pipelines.datasets.check import _Decoder
 from pipelines.datasets.dataset import Dataset
@@ -90,7 +90,7 @@ def _expand(path: Path) -> list[str]:
 
 
 def _summary(content: bytes) -> object:
-    return read_ended(content), read_top1(content)
+    return read_top1(content)
 
 
 def _weights(folder: Path) -> list[Target]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cuda_ext import schemas
+from cuda_ext import build, schemas
 from san.ops import library
 from tests.ops.shim import compile_shim
 
@@ -18,13 +19,11 @@ assert library.load(), "these tests need the compiled kernels"
 
 
 @pytest.fixture(scope="session")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The CUDA operators compiled with g++, as torch.ops.san_shim on CPU tensors."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # all workers share the parent folder
-        folder = folder.parent
-    built = folder / "shim.so"
-    with open(folder / "shim.lock", "w") as lock:
+def shim() -> Any:
+    """The CUDA operators compiled with g++, as torch.ops.san_shim on CPU tensors. Kept until the sources change."""
+    built = Path(os.environ.get("SAN_CACHE", Path.home() / ".cache" / "san")) / f"shim-{build.digest()}" / "shim.so"
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with open(built.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
             compile_shim(built)

@@ -214,7 +214,7 @@ def test_tf32_rounds_to_nearest(shim: Any) -> None:
     assert abs(bias) < 2e-5
 
 
-@pytest.mark.parametrize("operator", ["pair_covariance", "pair_weights"])
+@pytest.mark.parametrize("operator", ["pair_covariance", pytest.param("pair_weights", marks=pytest.mark.slow)])
 def test_long_sums_do_not_drift(operator: str, shim: Any) -> None:
     """Tensor cores round sums towards zero, so a sum of many products would become too small."""
     sizes = Sizes(1, 150, 150, 5, 1, 1, 1)

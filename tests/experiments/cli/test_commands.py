@@ -47,9 +47,6 @@ def test_complexity_of_a_grid_as_json(printed: Printed) -> None:
     by_id = {row["id"]: row for row in rows}
     assert by_id["pairwise_subtraction"]["flops_paper"] == 2_155_268_622
     assert by_id["patchwise_concatenation"]["params"] == 11_841_124
-    for row in rows:
-        for count in ("params", "flops_paper", "flops_actual"):
-            assert sum(stage[count] for stage in row["stages"]) == row[count], (row["id"], count)
     assert [row["id"] for row in json.loads(printed("complexity", "--json"))] == list_models()
 
 
@@ -159,7 +156,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("plan footprnt", ["footprnt", "did you mean footprint?"]),
         ("plan {grid} --only resnet26", ["--only resnet26", "did you mean resnet26_3?"]),
         ("run {grid} data.source=folder data.root={files}/images", ["dog"]),
-        ("run {grid} resources.workers=20", ["20 workers", "resources.workers=2 recipe.grad_accum_steps=10"]),
         ("run {grid} resources.workers=2 recipe.batch_size=1", ["batch"]),
         ("plan {grid} --runs {files}/a.txt", ["a.txt", "--runs"]),
         ("pln {grid}", ["Did you mean 'plan'?"]),
@@ -178,7 +174,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ui", ["no runs yet"]),
         ("report {grid} --json --format csv", ["--json", "--format csv"]),
         ("report {grid} --json --csv -", ["`--json` and `--csv -`"]),
-        ("runs --json --follow", ["--json", "--follow"]),
     ],
 )
 def test_rejects(command: str, words: list[str], files: Path, rejected: Rejected, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_only_the_grid_that_stopped_a_trial_leaves_it_so(write_grid: WriteGrid, 
     good, bad, _ = grid_run.trials
     finish_trial(grid_run, good, 60.0)
     stopped = grid_run.tracker.open(bad)
-    stopped.log([replace(EPOCH, top1=20.0)], {0: 1_000})
+    stopped.log([replace(EPOCH, top1=20.0)])
     stopped.stop("which-digits", 1)
     planned = {trial.row: (trial.finished, trial.stopped_at) for trial in plan(grid_run)}
     assert planned == {"good": (True, None), "bad": (False, 1), "fair": (False, None)}

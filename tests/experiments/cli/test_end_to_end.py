@@ -60,32 +60,13 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
     assert all(steps == [0, 1, 2] for steps in epochs.values()), epochs
     assert all(result.finished for result in grid_run.tracker.results().values())
 
-    again = start()
-    assert again.finish() == 0, again.said
-    assert "3 trials, 3 already finished, 0 to train" in again.said
-    assert again.said.count("top-1 paper") == 1
-    assert logged_epochs(grid_run) == epochs
-
+    assert last.said.count("top-1 paper") == 1
     folder = tmp_path / "runs" / "small-digits+recipe.epochs=3+recipe.batch_size=64"
     rows = list(csv.DictReader((folder / "table.csv").open()))
     assert [row["id"] for row in rows] == ["pairwise_3", "resnet26_3", "patchwise_3"]
     assert [f"{float(row['params']):.1f} {float(row['flops']):.1f}" for row in rows] == ["10.5 1.7", "13.7 2.4", "10.7 1.6"]
     assert all(float(row["top1"]) > 15 for row in rows)
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_interrupted_trial_saves_its_work(tmp_path: Path) -> None:
-    def start() -> Driver:
-        return Driver(SMALL_GRID, tmp_path / "runs", ("recipe.epochs=2000", "--only", "pairwise_3"))
-
-    with start() as first:
-        first.wait_for(r"pairwise_3 epoch \d+/2000")
-        os.killpg(first.process.pid, signal.SIGINT)
-        assert first.finish() == 1
-        saved = re.search(r"pairwise_3 saved at epoch (\d+)/2000, step (\d+)/", first.said)
-        assert saved is not None, first.said
-    with start() as second:
-        second.wait_for(f"pairwise_3 resumes at epoch {saved[1]}/2000, (step {int(saved[2]) + 1}/|validating)")
 
 
 THREE_SETTINGS = """

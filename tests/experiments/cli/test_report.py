@@ -30,6 +30,11 @@ def test_names_rows_that_are_missing_from_the_papers_table(
     assert missing in " ".join(plan_in_words(grid_run, plan(grid_run), None)[0])
 
 
+def test_caption_names_all_lengths_of_training(write_grid: WriteGrid, tmp_path: Path) -> None:
+    path = write_grid("question: q\nproduct: {recipe.epochs: [6, 3]}\nrows: [{id: a, model: {name: resnet26}}]")
+    assert "3, 6 epochs" in caption(open_grid_run(GridRequest(path, "digits", (), tmp_path)))
+
+
 def test_overrides_that_change_trials_are_part_of_the_names(write_grid: WriteGrid, tmp_path: Path) -> None:
     path = write_grid("question: q\nrows: [{id: a, model: {name: resnet26}}]")
 

@@ -61,7 +61,7 @@ def trained(replace_cluster: Callable[[TrainTrial], None]) -> list[str]:
         (workspace,) = train.args
         names.append(f"{trial.grid}/{trial.name}")
         tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
-        tracked.log([replace(EPOCH, top1=float(len(names)))], {0: 1_000})
+        tracked.log([replace(EPOCH, top1=float(len(names)))])
         tracked.add({"summary/images_per_second": 100.0})
         tracked.finish()
 

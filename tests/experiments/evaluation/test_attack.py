@@ -105,9 +105,3 @@ def test_targets_are_uniform_over_other_classes() -> None:
     assert counts[3] == 0
     assert ((counts[counts > 0] - 1000).abs() < 150).all() and (counts > 0).sum() == 9
     assert not torch.equal(targets(labels, 10, 0), targets(labels, 10, 1))
-
-
-@pytest.mark.parametrize("fields", [(0, 1, 1), (256, 1, 1), (8, 0, 1), (8, 2, 0)])
-def test_rejects_an_attack_out_of_range(fields: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="epsilon"):
-        Attack(*fields)

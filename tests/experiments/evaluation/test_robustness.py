@@ -1,7 +1,8 @@
 """The protocols for rotation and attack, in grids and for single checkpoints."""
 
 import functools
-import json
+import io
+import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,11 +24,11 @@ from experiments.grids.request import GridRequest
 from experiments.report.build import measurements_of
 from experiments.runner import execute
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
-from experiments.runner.measure import MeasureTask, measure_trial
+from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from pipelines.transform import MANIPULATIONS
-from tests.experiments.conftest import Printed, Rejected, Trained, TrainTrial, WriteGrid
+from tests.experiments.conftest import Rejected, Trained, TrainTrial, WriteGrid
 from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
 from tests.experiments.samples import runs_of
 
@@ -137,6 +138,7 @@ def test_grid_measures_only_missing_conditions(
     with pytest.raises(KeyboardInterrupt):
         run(grid_run, None)
     assert sorted(key for key, _ in started) == sorted(2 * [trial.key for trial in grid_run.trials])  # trained, then measured
+    assert [run.info.status for run in runs_of(grid_run, "grid")] == ["KILLED"]
     unfinished = [cell for cell in measurements_of(grid_run, known_results(grid_run)) if cell.ours is None]
     assert {(cell.row, cell.condition) for cell in unfinished} == {
         ("not_in_the_paper", condition) for condition in ("cw180", "cw270", "upside_down")
@@ -190,19 +192,14 @@ def test_reports_progress_within_a_condition(trained: Trained, monkeypatch: pyte
     assert set(sent[5]) == {f"robustness/pgd-epsilon8-step2-n4/{number}" for number in ("success", "top1")} | {"condition"}
 
 
-def test_model_overrides_apply_only_to_released_files(trained: Trained, tmp_path: Path, printed: Printed) -> None:
-    """Checkpoints of trials and weight files name their model; a released file does not.
-
-    The profile applies only to the two files, because the trial stores its preprocessing.
-    """
-    names = [str(trained.folder), str(tmp_path / "own.pt"), str(tmp_path / "released.pth")]
-    san.save_checkpoint(trained.best.model(), names[1])
-    san.save_released_checkpoint(trained.best.model(), names[2])
-    overrides = ["model.name=san10_pairwise", "model.footprint=3", "data.split=val-split", "data.val_split_per_class=2"]
-    found = json.loads(printed("robustness", *names, *overrides, "--profile", "digits", "--json"))
-    names[0] = f"pairwise_3 ({names[0]})"
-    of_trial, of_own, of_released = ([cell["ours"] for cell in found if cell["row"] == name] for name in names)
-    assert of_trial == of_own == of_released and len(of_trial) == 10
+def test_repeated_measurements_of_a_retried_trial_count_once(grid_run: GridRun) -> None:
+    conditions, kept, out = PROTOCOLS["rotation"].conditions[:2], [], io.StringIO()
+    task = MeasureTask(grid_run.workspace, grid_run.trials[0], "run", conditions)
+    progress = MeasureProgress({"key": task}, lambda task, metrics: kept.append(metrics), out)
+    for index in (0, 0, 1):
+        progress.progress("key", {"condition": index, **conditions[index].metrics({"top1": 50.0, "top5": 90.0})})
+    assert [re.search(r"(-?\d+) left", line)[1] for line in out.getvalue().splitlines()] == ["1", "1", "0"]  # type: ignore[index]
+    assert len(kept) == 3
 
 
 @pytest.mark.parametrize(

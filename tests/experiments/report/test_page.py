@@ -18,7 +18,7 @@ from experiments.report import charts as charts_module
 from experiments.report import data
 from experiments.report.charts import CURVES
 from experiments.report.data import GridReport, shown_rows, table_rows
-from experiments.report.page import commands_for_row, page
+from experiments.report.page import page
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
 from tests.experiments.conftest import OpenGrid, San, WriteGrid
@@ -57,6 +57,7 @@ def test_page_of_a_grid(finished_job: OpenGrid, tmp_path: Path, run_san: San) ->
     assert all(table.findtext("caption") for table in root.iter("table"))
     assert all(heading.get("scope") for heading in root.iter("th"))
     ended = datetime.fromtimestamp(max(result.ended for result in results.values()), UTC)
+    assert "invented.yaml --profile digits --seeds 2 --only=resnet26_3" in text
     assert "7 of 10 trials finished" in text and f"last trial finished {ended:%Y-%m-%d %H:%M} UTC" in text
 
     rows = {row[0]: row[1:] for row in rows_of_table(root, "results")}
@@ -163,25 +164,3 @@ def test_links_runs_on_a_server(finished_job: OpenGrid, tmp_path: Path, monkeypa
     write_page(replace(grid_run, workspace=workspace), results, path)
     place = f"https://runs.example.org/#/experiments/{result.experiment_id}/runs/{result.run_id}"
     assert f'<a href="{place}"><code>{result.run_id}</code></a>' in path.read_text()
-
-
-@pytest.mark.parametrize("protocol", ["", "robustness: rotation"])
-def test_commands_for_a_row_train_the_same_trials(protocol: str, tmp_path: Path) -> None:
-    path = tmp_path / "all.yaml"
-    rows = "[{id: one, model: {name: resnet26}}, {id: two, model: {name: san10_pairwise, footprint: 5}}]"
-    files = [tmp_path / "of_grid.py", tmp_path / "of_command.py"]
-    for file in files:
-        file.touch()
-    path.write_text(f'question: "{QUESTION}"\n{protocol}\nimports: [of_grid.py]\nrows: {rows}\n')
-    request = GridRequest(path, "digits", ("recipe.lr=0.05",), tmp_path / "runs", seeds=2, imports=(str(files[1]),))
-    grid_run = open_grid_run(request)
-    for row in ("one", "two"):
-        found = re.fullmatch(r"cat > (\S+) <<'END'\n(.*)END\n(.*)", commands_for_row(grid_run, row), re.DOTALL)
-        assert found is not None
-        file, text, command = found.groups()
-        assert command == f"san run {file} --profile digits recipe.lr=0.05"
-        (tmp_path / file).write_text(text)
-        alone = open_grid_run(GridRequest(tmp_path / file, "digits", grid_run.request.overrides, tmp_path / "runs"))
-        assert [trial.key for trial in alone.trials] == [trial.key for trial in grid_run.trials if trial.row == row]
-        assert (alone.grid.question, alone.grid.robustness) == (QUESTION, grid_run.grid.robustness)
-        assert alone.grid.imports == tuple(map(str, files))

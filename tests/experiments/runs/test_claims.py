@@ -6,7 +6,7 @@ import pytest
 
 from experiments.runs import claims
 from experiments.runs.bucket import S3Store
-from experiments.runs.claims import claim_trial, claimed_trials, require_idle
+from experiments.runs.claims import StopRequest, claim_trial, claimed_trials, require_idle
 from experiments.runs.store import ClaimedError, Store
 from experiments.training.checkpoint import Checkpoints
 from tests.experiments.conftest import OpenGrid
@@ -53,8 +53,17 @@ def test_grids_share_trials_but_train_each_once(
         with claimed_trials(store, "other-digits", trials) as (claimed, _):
             assert list(claimed) == others
     require_idle(store, first)
-    with claimed_trials(store, "other-digits", trials) as (claimed, _):
+    with pytest.raises(FileExistsError, match="by the trials"), claimed_trials(store, "other-digits", trials) as (claimed, _):
         assert claimed == trials
+        raise FileExistsError("by the trials")
+
+
+def test_trials_are_asked_to_stop_until_the_request_is_withdrawn(store: Store) -> None:
+    asked, other = StopRequest(store, "small-digits"), StopRequest(store, "other-digits")
+    asked.send()
+    assert asked() and not other()
+    asked.withdraw()
+    assert not asked()
 
 
 def test_killed_run_in_a_folder_leaves_no_claim(store: Store, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,27 +17,25 @@ from experiments.runs.address import require_no_secret
 from experiments.tracking import TrackerError, store
 from experiments.tracking.tracker import Tracker
 from san import Complexity
-from tests.experiments.conftest import SMALL_GRID, OpenGrid, Printed, Rejected, San
+from tests.experiments.conftest import SMALL_GRID, OpenGrid, Printed, Rejected
 from tests.experiments.drivers import PATIENCE
 from tests.experiments.samples import EPOCH, runs_of
 
 COUNTS = Complexity(1, 2, 3, ())
-ENDED = {0: 1_000, 1: 2_000}
 
 
 def test_trial_started_twice_has_one_run(open_small_grid: OpenGrid) -> None:
     """With each epoch once."""
     grid_run = open_small_grid()
     tracker, trial = grid_run.tracker, grid_run.trials[0]
-    history = [EPOCH, *(replace(EPOCH, epoch=number, top1=50.0 + 5 * number) for number in (1, 2))]
-    ended = {number: 1_000 + number for number in range(3)}
+    history = [replace(EPOCH, epoch=number, top1=50.0 + 5 * number, ended=1_000 + number) for number in range(3)]
     first = tracker.open(trial)
     first.describe(trial, COUNTS)
-    first.log(history[:1], ended)
+    first.log(history[:1])
     second = grid_run.tracker.open(trial)
     second.describe(trial, COUNTS)
-    logged = second.log(history[:2], ended)
-    assert second.log(history, ended, logged) == {0, 1, 2}
+    logged = second.log(history[:2])
+    assert second.log(history, logged) == {0, 1, 2}
     second.finish()
     assert first.run_id == second.run_id
     params = tracker.client.get_run(first.run_id).data.params
@@ -68,7 +65,7 @@ def test_preparing_twice_creates_one_parent_run(open_small_grid: OpenGrid) -> No
 def test_finished_trials_are_found_by_all_grids(open_small_grid: OpenGrid) -> None:
     grid_run = open_small_grid()
     finished, begun, failed = (grid_run.tracker.open(trial) for trial in grid_run.trials)
-    finished.log([EPOCH], ENDED)
+    finished.log([EPOCH])
     finished.finish()
     failed.finish("the loss is not finite")
     for grid, profile in (("small", "imagenet"), ("other", "digits")):
@@ -87,7 +84,7 @@ def test_runs_are_listed(open_small_grid: OpenGrid, printed: Printed, rejected: 
     grid_run = open_small_grid()
     runs = [grid_run.tracker.open(trial) for trial in grid_run.trials]
     runs[0].describe(grid_run.trials[0], COUNTS)
-    runs[0].log([EPOCH], ENDED)
+    runs[0].log([EPOCH])
     runs[1].finish()
     runs[2].finish("the loss is not finite")
     store = ("--runs", grid_run.workspace.runs)
@@ -102,40 +99,6 @@ def test_runs_are_listed(open_small_grid: OpenGrid, printed: Printed, rejected: 
     out = printed("runs", "small", *store)
     assert re.search(rf"^running +1/18 +50\.0 % +\d+ s  {key}  small-digits pairwise_3$", out, re.MULTILINE)
     assert "has no runs of grid 'other'; list the runs of all grids with `san runs`" in rejected("runs", "other", *store)
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_runs_are_followed(is_terminal: bool, open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch, run_san: San) -> None:
-    """On a terminal, each list replaces the one before and is cut to the window. In a pipe, it is appended."""
-    grid_run = open_small_grid()
-    runs = [grid_run.tracker.open(trial) for trial in grid_run.trials]
-    runs[1].finish()
-    runs[2].finish()
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    monkeypatch.setattr("time.sleep", lambda seconds: runs[0].finish())
-    monkeypatch.setenv("COLUMNS", "20")
-    monkeypatch.setenv("LINES", "3")
-    _, out, _ = run_san("runs", "--follow", "--runs", grid_run.workspace.runs)
-    if is_terminal:
-        _, first, second = out.split("\x1b[2J\x1b[1;1H")
-        assert [first.count("\n"), second.count("\n")] == [2, 2]
-        assert max(map(len, first.splitlines())) == 20
-    else:
-        first, second = out.split("\n\n")
-        assert (first.count("running "), second.count("running ")) == (1, 0)
-        assert all(len(line) > 60 for line in (first + "\n" + second).splitlines())
-
-
-def test_following_ends_with_ctrl_c(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch, run_san: San) -> None:
-    grid_run = open_small_grid()
-    grid_run.tracker.open(grid_run.trials[0])
-
-    def leave(seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", leave)
-    code, _, err = run_san("runs", "--follow", "--runs", grid_run.workspace.runs)
-    assert code == 0 and "interrupted" not in err
 
 
 def test_runs_of_different_grids_do_not_mix(open_small_grid: OpenGrid) -> None:

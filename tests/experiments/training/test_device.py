@@ -12,7 +12,6 @@ from experiments.training.device import (
     compute_tags,
     explain_oom,
     gpu_problem,
-    precision_warning,
     prepare_cpu,
     training_device,
 )
@@ -112,12 +111,3 @@ def test_number_of_threads_is_set() -> None:
     prepare_cpu(before + 1)
     assert torch.get_num_threads() == before + 1
     prepare_cpu(before)
-
-
-def test_warns_of_bfloat16_without_instructions_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": "an old CPU"})
-    assert "an old CPU" in str(precision_warning("bfloat16", cpu))
-    assert precision_warning("float32", cpu) is precision_warning("bfloat16", gpu) is None
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    assert precision_warning("bfloat16", cpu) is None

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence, Set
 import pytest
 
 from experiments.runner.grid_run import GridRun
-from experiments.runs.summary import Epoch, read_ended, read_top1
+from experiments.runs.summary import Epoch
 from experiments.tracking.tracker import TrialRun
 from experiments.training import metric_logger
+from experiments.training.checkpoint import Checkpoint
 from experiments.training.trainer import run_trial
 from tests.experiments.conftest import OpenGrid
 from tests.experiments.samples import logged_epochs, silent
@@ -26,10 +27,10 @@ def test_outage_of_mlflow_loses_no_epoch(
     """It is away in epochs 3 and 4, and from epoch 7 until after the end of the trial. Training continues meanwhile."""
     log, is_away = TrialRun.log, threading.Event()
 
-    def request(run: TrialRun, history: Sequence[Epoch], ended: Mapping[int, int], logged: Set[int] | None) -> Set[int]:
+    def request(run: TrialRun, history: Sequence[Epoch], logged: Set[int] | None) -> Set[int]:
         if is_away.is_set():
             raise ConnectionError
-        return log(run, history, ended, logged)
+        return log(run, history, logged)
 
     monkeypatch.setattr(TrialRun, "log", request)
     monkeypatch.setattr("experiments.training.trainer.OUTAGE_TIMEOUT", 1.0)
@@ -61,10 +62,9 @@ def test_outage_of_mlflow_loses_no_epoch(
     run_trial(grid_run.workspace, trial, again.append)
     assert again == []  # nothing was trained
     assert steps(grid_run) == [("FINISHED", list(range(8)))]
-    summary = grid_run.workspace.store.read(grid_run.workspace.summary(trial))
+    saved = Checkpoint.of_bytes(max(grid_run.workspace.checkpoints(trial).glob("*.pt")).read_bytes()).history
     history = grid_run.tracker.client.get_metric_history(grid_run.tracker.results()[trial.key].run_id, "val/top1")
-    assert [metric.value for metric in history] == read_top1(summary)
-    assert {metric.step: metric.timestamp for metric in history} == read_ended(summary)
+    assert [(metric.value, metric.timestamp) for metric in history] == [(epoch.top1, epoch.ended) for epoch in saved]
 
 
 @pytest.mark.parametrize("wanted", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -71,6 +71,7 @@ def test_second_call_changes_nothing(copy: Path) -> None:
     assert {file: file.stat().st_mtime_ns for file in copy.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_concurrent_calls(tmp_path: Path) -> None:
     root = tmp_path / "digits"
     with multiprocessing.get_context("spawn").Pool(3) as pool:
