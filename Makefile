@@ -1,4 +1,4 @@
-# `make demo` (minutes), `make study` (an hour or two) and `make test` set up what they need first; the second time they find it ready.
+# `make demo` (minutes), `make study` (two days) and `make test` set up what they need first; the second time they find it ready.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +27,7 @@ weights: setup
 	@$(STEP) "training" $(BIN)/san run experiments/grids/pretrained.yaml --profile cifar10-full
 	@$(BIN)/python -m experiments.cli.weights
 
-# Inject faults into real processes (a quarter of an hour) and print rows of the table in docs/results/faults.md.
+# Inject faults into real processes (25 minutes; the row of a full disk needs root) and print rows of the table in docs/results/faults.md.
 faults: setup
 	@$(STEP) "faults" $(BIN)/python -m tests.faults.faults
 

@@ -1,5 +1,6 @@
 """For all tests."""
 
+import os
 import signal
 
 from hypothesis import settings
@@ -7,6 +8,6 @@ from hypothesis import settings
 # Where a shell runs the tests in the background it lets them ignore interrupts, and so would the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No test fails because the machine is busy.
-settings.register_profile("patient", deadline=None)
+# No test fails because the machine is busy. HYPOTHESIS_EXAMPLES=100 makes the tests as thorough as Hypothesis does by default.
+settings.register_profile("patient", deadline=None, max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "40")))
 settings.load_profile("patient")

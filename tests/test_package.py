@@ -91,6 +91,7 @@ def package_files() -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in files if path.parent.name != "__pycache__"}
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_every_file_of_the_library_and_nothing_else(wheel: Path) -> None:
     wanted = package_files()
     assert {"cuda_ext/cpu/simd/vector.h", "cuda_ext/cuda/sums.cuh", "san/py.typed"} < wanted
@@ -100,6 +101,7 @@ def test_a_wheel_holds_every_file_of_the_library_and_nothing_else(wheel: Path) -
     assert not [name for name in names if name.endswith("/entry_points.txt")]
 
 
+@pytest.mark.slow
 def test_a_source_distribution_holds_the_library_and_no_tests(dist: Path) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()} - {""}
@@ -108,6 +110,7 @@ def test_a_source_distribution_holds_the_library_and_no_tests(dist: Path) -> Non
     assert tops == {*LIBRARY, *TOP_FILES, "PKG-INFO", "setup.cfg", "san_attention.egg-info"}
 
 
+@pytest.mark.slow
 def test_an_installed_library_runs_and_finds_the_sources_of_its_kernels(installed: Path) -> None:
     code = f"import torch, san\nwith san.ops.backend('reference'): print({TINY})\nprint(san.__file__)"
     assert _python(code, installed).splitlines() == ["torch.Size([1, 10])", str(installed / "san" / "__init__.py")]
@@ -115,6 +118,7 @@ def test_an_installed_library_runs_and_finds_the_sources_of_its_kernels(installe
     assert _python(code, installed) == build.digest()
 
 
+@pytest.mark.slow
 def test_the_version_is_told_by_the_library_and_by_pip(installed: Path) -> None:
     code = "import san; from importlib.metadata import metadata; print(san.__version__, *metadata('san-attention').values())"
     version, *said = _python(code, installed).split()

@@ -7,31 +7,15 @@ import stat
 import sys
 from pathlib import Path
 
-import grpc
 import pytest
-import ray
 from PIL import Image
-from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 import cluster.session
-from cluster.session import session
 from experiments.cli import main
 from experiments.runs.store import LocalStore
 from pipelines import DataError, Dataset
 from pipelines.datasets.pack import pack
 from pipelines.datasets.shards import HEADER, _checksum, index_path
-
-
-def test_ray_head_of_a_local_session_requires_the_token() -> None:
-    with session():
-        channel = grpc.insecure_channel(ray.get_runtime_context().gcs_address)
-        head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
-        with pytest.raises(grpc.RpcError) as refused:
-            head.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=30)  # type: ignore[attr-defined]
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        folder = cluster.session._private_folder()
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "ray").is_dir()
-        assert stat.S_IMODE((Path.home() / ".ray/auth_token").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("prepared", ["link", "open folder"])

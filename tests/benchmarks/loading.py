@@ -11,14 +11,12 @@ the tables list medians and ranges. The difference to Pillow is the mean absolut
 validation.
 
 `usual` loaders normalize each image in the workers. `tuned` ones are the fastest found: workers fill uint8 batches in shared
-memory, the main process normalizes them, and malloc keeps freed memory. Decoders and resizers that are not installed are left
-out. OpenCV's linear filter skips antialiasing and so does less work.
+memory, the main process normalizes them, and malloc keeps freed memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import multiprocessing
 import os
@@ -29,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -39,7 +36,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch.nn.functional import interpolate
 
 from pipelines import Dataset, Loader, Transform
 from pipelines.transform import IMAGENET_MEAN, IMAGENET_STD
@@ -65,36 +61,6 @@ def by_pillow(data: bytes, box: Box | None, height: int, width: int) -> Pixels:
     return np.array(image.resize((width, height), Image.Resampling.BILINEAR, box=box))
 
 
-def by_kornia(resize: Callable[[Pixels, int, int], Pixels], data: bytes, box: Box | None, height: int, width: int) -> Pixels:
-    from kornia_rs.io import ImageDecoder
-
-    image = np.asarray(ImageDecoder().decode(data))
-    if box:
-        image = image[box[1] : box[3], box[0] : box[2]]
-    return resize(image, height, width)
-
-
-def torch_resize(image: Pixels, height: int, width: int) -> Pixels:
-    x_NCHW = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
-    return interpolate(x_NCHW, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()
-
-
-def opencv_resize(filter_name: str, image: Pixels, height: int, width: int) -> Pixels:
-    import cv2
-
-    cv2.setNumThreads(1)
-    return cv2.resize(image, (width, height), interpolation=getattr(cv2, filter_name))
-
-
-READERS: dict[str, tuple[Callable[[bytes, Box | None, int, int], Pixels], tuple[str, ...]]] = {
-    "Pillow": (by_pillow, ()),
-    "kornia-rs + torch": (partial(by_kornia, torch_resize), ("kornia_rs",)),
-    "kornia-rs + OpenCV, area": (partial(by_kornia, partial(opencv_resize, "INTER_AREA")), ("kornia_rs", "cv2")),
-    "kornia-rs + OpenCV, linear": (partial(by_kornia, partial(opencv_resize, "INTER_LINEAR")), ("kornia_rs", "cv2")),
-}
-"""Functions that decode and resize, and the modules that they need."""
-
-
 @dataclass(frozen=True)
 class Setting:
     """Options for all contenders."""
@@ -112,21 +78,20 @@ class Setting:
 
 @dataclass(frozen=True)
 class Contender:
-    """This project's loader, or a DataLoader of torch with one of `READERS`."""
+    """This project's loader, or a DataLoader of torch."""
 
-    reader: str | None = None
-    tuned: bool = False
+    name: str = "this project"
 
     @property
-    def name(self) -> str:
-        return f"DataLoader, {self.reader}, {'tuned' if self.tuned else 'usual'}" if self.reader else "this project"
+    def tuned(self) -> bool:
+        return self == TUNED
 
     def epochs(self, setting: Setting, train: bool) -> Callable[[int], Iterator[torch.Tensor]]:
         """Returns a function from the number of an epoch to its batches."""
-        if self.reader is None:
+        if self == PROJECT:
             loader = Loader(setting.dataset(), setting.transform, train=train, batch_size=BATCH, threads=THREADS)
             return lambda number: (batch.images_NCHW for batch in loader.epoch(number))
-        images = (Batches if self.tuned else Images)(setting.files(), self.reader, train, setting.transform)
+        images = (Batches if self.tuned else Images)(setting.files(), train, setting.transform)
         workers: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
             images,
             batch_size=BATCH,
@@ -140,6 +105,9 @@ class Contender:
         return lambda number: (batch_N3HW.float().sub_(MEAN_311).div_(STD_311) for batch_N3HW in workers)
 
 
+PROJECT, USUAL, TUNED = Contender(), Contender("DataLoader, usual"), Contender("DataLoader, tuned")
+
+
 def _unchanged(batch: torch.Tensor) -> torch.Tensor:
     return batch
 
@@ -147,9 +115,8 @@ def _unchanged(batch: torch.Tensor) -> torch.Tensor:
 class Images(torch.utils.data.Dataset[torch.Tensor]):
     """Decodes, crops and resizes images in the worker."""
 
-    def __init__(self, files: list[Path], reader: str, train: bool, transform: Transform) -> None:
+    def __init__(self, files: list[Path], train: bool, transform: Transform) -> None:
         self.files, self.train, self.transform = files, train, transform
-        self.read = READERS[reader][0]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -162,8 +129,8 @@ class Images(torch.utils.data.Dataset[torch.Tensor]):
         with Image.open(BytesIO(data)) as header:
             width, height = header.size
         if not self.train:
-            return torch.from_numpy(validated(self.read, data, height, width, self.transform)).permute(2, 0, 1)
-        square = self.read(data, random_window(height, width, self.transform), size, size)
+            return torch.from_numpy(validated(data, height, width, self.transform)).permute(2, 0, 1)
+        square = by_pillow(data, random_window(height, width, self.transform), size, size)
         return torch.from_numpy(square[:, ::-1].copy() if random.random() < 0.5 else square).permute(2, 0, 1)
 
 
@@ -194,12 +161,12 @@ def random_window(height: int, width: int, transform: Transform) -> Box:
     return left, top, left + side, top + side
 
 
-def validated(read: Callable[..., Pixels], data: bytes, height: int, width: int, transform: Transform) -> Pixels:
+def validated(data: bytes, height: int, width: int, transform: Transform) -> Pixels:
     """Resizes the short side and crops the center, rounded as in torchvision."""
     size, short = transform.size, min(height, width)
     height, width = transform.resize * height // short, transform.resize * width // short
     top, left = round((height - size) / 2), round((width - size) / 2)
-    return read(data, None, height, width)[top : top + size, left : left + size]
+    return by_pillow(data, None, height, width)[top : top + size, left : left + size]
 
 
 def serve(contender: Contender, setting: Setting, train: bool, connection: Any) -> None:
@@ -217,7 +184,7 @@ def serve(contender: Contender, setting: Setting, train: bool, connection: Any) 
 def difference_to_pillow(images_NCHW: torch.Tensor, setting: Setting) -> float:
     """Returns the mean absolute difference of the first validation images, for pixels from 0 to 255."""
     count = min(len(images_NCHW), COMPARED)
-    reference = Images(setting.files()[:count], "Pillow", False, setting.transform)
+    reference = Images(setting.files()[:count], False, setting.transform)
     pillow = torch.stack([reference.pixels(index) for index in range(count)])
     return (images_NCHW[:count] * STD_311 + MEAN_311 - pillow).abs().mean().item()
 
@@ -259,8 +226,6 @@ def main() -> None:
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     torch.set_num_threads(1)
-    readers = [name for name, (_, modules) in READERS.items() if all(map(importlib.util.find_spec, modules))]
-    contenders = [Contender(), Contender("Pillow"), *(Contender(name, tuned=True) for name in readers)]
     with ExitStack() as stack:
         root = options.root or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if options.root is None:
@@ -270,7 +235,7 @@ def main() -> None:
         where = f"{platform.processor() or platform.machine()} CPU, {THREADS} cores"
         print(f"torch {torch.__version__}, Pillow {Image.__version__}, {where}, batch {BATCH}.")
         for mode in MODES:
-            rows = race(contenders, setting, mode == "training", options.repeats)
+            rows = race([PROJECT, USUAL, TUNED], setting, mode == "training", options.repeats)
             print(table(mode, ["loader", "images/s", "project / this", "difference to Pillow"], rows), flush=True)
 
 

@@ -7,8 +7,8 @@
 Every round runs each variant in turn in a process of its own, so that disturbances affect all; a process reports its fastest
 step. Ratios are the first variant / another one within a round: median and range. `memory kept` has the settings of glibc that
 `san run` uses, `bfloat16` trains and evaluates under autocast, and `compiled` uses torch.compile, whose first training step and
-first evaluation are listed. Inputs and gradients are random; networks at 32x32 have three stages (ResNets two), half the width
-and 64 images, those at 224x224 are complete and have four.
+first evaluation are listed. Inputs and gradients are random; networks at 32x32 halve the image three times and
+have half the width and 64 images, those at 224x224 are complete and have four.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WAYS = {
 NETWORKS = {
     "SAN10 pairwise, 32x32": ("san10_pairwise", "num_stages=3, width_mult=0.5", 64, 32),
     "SAN10 patchwise, 32x32": ("san10_patchwise", "num_stages=3, width_mult=0.5", 64, 32),
-    "ResNet26, 32x32": ("resnet26", "num_stages=2, width_mult=0.5", 64, 32),
+    "ResNet26, 32x32": ("resnet26", "num_stages=3, width_mult=0.5", 64, 32),
     "SAN10 pairwise, 224x224": ("san10_pairwise", "", 4, 224),
     "SAN10 patchwise, 224x224": ("san10_patchwise", "", 4, 224),
     "ResNet26, 224x224": ("resnet26", "", 4, 224),

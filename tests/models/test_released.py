@@ -63,14 +63,6 @@ def test_our_files_round_trip(name: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.pth"]
 
 
-@every_released
-def test_recognizes_variant_and_classes(name: str, tmp_path: Path) -> None:
-    torch.save(san.released_state_dict(san.create_model(name, 3)), tmp_path / "a.pth")
-    loaded = san.load_released_checkpoint(tmp_path / "a.pth")
-    assert loaded.spec == san.models.model_spec(name)
-    assert san.released_state_dict(loaded)["fc.bias"].shape == (3,)
-
-
 @pytest.mark.parametrize("footprint", [3, 5, 9])
 def test_recognizes_footprint_of_patchwise_models_only(footprint: int, tmp_path: Path) -> None:
     for name, overrides in (("san10_patchwise", {}), ("san10_pairwise", {"footprint": footprint})):

@@ -1,4 +1,4 @@
-"""Attention modules: the paper's formulas, permutation invariance, memory layouts, types, hooks, error messages."""
+"""Attention modules: the paper's formulas, memory layouts, types, hooks, error messages."""
 
 from __future__ import annotations
 
@@ -22,58 +22,23 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @every_kind
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_matches_the_papers_formulas(kind: str, training: bool, backend: ops.Backend) -> None:
+def test_matches_the_papers_formulas(kind: str, training: bool) -> None:
     module = made(kind, footprint=3).train(training)
     x = torch.randn(2, CHANNELS, 2, 3, dtype=torch.float64)
-    with ops.backend(backend):
-        ours = gradients(module, module, x)
     wanted = gradients(lambda leaf: specification.attention(module, leaf), module, x)
-    torch.testing.assert_close(ours, wanted, rtol=1e-9, atol=1e-9)
+    backends: tuple[ops.Backend, ...] = ("auto", "reference")
+    for backend in backends:
+        with ops.backend(backend):
+            torch.testing.assert_close(gradients(module, module, x), wanted, rtol=1e-9, atol=1e-9)
 
 
-def differences_after_permuting_the_footprint(kind: str) -> list[float]:
-    """Returns how much the output at the center of a 5x5 map changes if all other pixels are permuted; the footprint is 5x5.
-
-    There is one value per set of random parameters. Sets with nearly equal attention weights are skipped.
-    """
-    others = torch.cat((torch.arange(12), torch.arange(13, 25)))
-    order = torch.arange(25)
-    order[others] = others[torch.randperm(24, generator=torch.Generator().manual_seed(1))]
-    found = []
-    for seed in range(8):
-        module = made(kind, footprint=5, seed=seed).eval()
-        x = torch.randn(1, CHANNELS, 25, dtype=torch.float64)
-        before, after = (module(pixels.view(1, CHANNELS, 5, 5))[..., 2, 2] for pixels in (x, x[:, :, order]))
-        if module.weights(x.view(1, CHANNELS, 5, 5))[..., 12].std(2).max() > 1e-3:
-            found.append((before - after).abs().max().item())
-    return found
-
-
-INVARIANT = [kind for kind in KINDS if kind.startswith("pairwise") and kind.endswith("-none")]
-
-
-@pytest.mark.parametrize("kind", INVARIANT)
-def test_pairwise_without_position_is_permutation_invariant(kind: str) -> None:
-    differences = differences_after_permuting_the_footprint(kind)
-    assert len(differences) >= 3
-    assert max(differences) < 1e-12
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in INVARIANT])
-def test_other_kinds_are_not_permutation_invariant(kind: str) -> None:
-    assert max(differences_after_permuting_the_footprint(kind)) > 1e-3
-
-
-@every_kind
-@pytest.mark.parametrize("backend", ["auto", "unfused", "reference"])
+@pytest.mark.parametrize("kind", ["pairwise-subtraction-relative", "patchwise-clique", "scalar-2-heads"])
 @torch.no_grad()
-def test_output_is_the_aggregation_with_the_returned_weights(kind: str, backend: ops.Backend) -> None:
+def test_output_is_the_aggregation_with_the_returned_weights(kind: str) -> None:
     module = made(kind, 3).eval()
     x = torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64)
-    with ops.backend(backend):
-        y = module(x)
-        (weights,) = san.attention_weights(nn.Sequential(nn.Identity(), module).eval(), x).values()
+    y = module(x)
+    (weights,) = san.attention_weights(nn.Sequential(nn.Identity(), module).eval(), x).values()
     torch.testing.assert_close(ops.aggregation(module.transform(x)[2], weights, 3), y, rtol=1e-10, atol=1e-10)
 
 

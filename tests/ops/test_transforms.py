@@ -29,8 +29,6 @@ def scalar(function: Function) -> Function:
 
 # Each transform gets a function, its input x, and a direction of the same shape.
 TRANSFORMS: dict[str, Callable[[Function, Tensor, Tensor], Tensor]] = {
-    "jvp": lambda f, x, t: func.jvp(f, (x,), (t,))[1],
-    "vjp": lambda f, x, t: func.vjp(scalar(f), x)[1](torch.ones((), dtype=x.dtype))[0],
     "grad": lambda f, x, t: func.grad(scalar(f))(x),
     "vmap": lambda f, x, t: func.vmap(f)(torch.stack((x, t))),
     "gradients of single images": lambda f, x, t: func.vmap(func.grad(scalar(f)))(torch.stack((x, t))),
@@ -38,7 +36,6 @@ TRANSFORMS: dict[str, Callable[[Function, Tensor, Tensor], Tensor]] = {
     "jacrev": lambda f, x, t: func.jacrev(lambda s: f(x + s * t))(torch.ones(2, dtype=x.dtype).sum()),
     "jacfwd": lambda f, x, t: func.jacfwd(lambda s: f(x + s * t))(torch.ones(2, dtype=x.dtype).sum()),
     "hessian": lambda f, x, t: func.hessian(lambda s: scalar(f)(x * s[0] + t * s[1]))(torch.ones(2, dtype=x.dtype)),
-    "dual numbers": lambda f, x, t: tangent(f, x, t),
 }
 
 

@@ -178,6 +178,7 @@ def test_sizes() -> None:
     assert [Size().convert(text, None, None) for text in sizes] == list(sizes.values())
 
 
+@pytest.mark.slow
 def test_check_shows_a_bar_and_can_be_interrupted(images: Path) -> None:
     for index in range(20_000):
         os.link(images / "train/cat/0.jpg", images / f"train/dog/more{index}.jpg")

@@ -11,7 +11,7 @@ from experiments.runs.store import LocalStore, Store
 from tests.experiments.servers import ObjectStore
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
     running = ObjectStore(tmp_path_factory.mktemp("store") / "log")
     yield running

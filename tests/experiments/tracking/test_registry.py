@@ -81,15 +81,13 @@ def test_best_weights_are_registered(open_small_grid: OpenGrid, monkeypatch: pyt
 
 
 CALLS = (
-    *("create_logged_model", "log_model_artifacts", "log_outputs", "log_batch", "finalize_logged_model"),
-    *("create_registered_model", "create_model_version", "set_terminated"),
+    *("create_logged_model", "log_outputs", "log_batch", "finalize_logged_model", "create_registered_model", "set_terminated"),
+    *("log_model_artifacts", "create_model_version"),
 )
+CASES = [(call, done) for done in (False, True) for call in CALLS]
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize(
-    "done", [pytest.param(True, id="response lost"), pytest.param(False, id="request lost", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("call", "done"), [*(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[:-2]), *CASES[-2:]])
 def test_trial_is_registered_once(call: str, done: bool, open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow fails during the registration; the logger thread and another start of the trial try again."""
     grid_run = open_small_grid(*SHORT)

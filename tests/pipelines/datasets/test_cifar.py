@@ -79,13 +79,6 @@ def test_archive_and_folder_of_class_folders(official: Path, tmp_path: Path) -> 
         assert len({Dataset.scan(root, split).digest() for root in (first, second, third)}) == 1
 
 
-def test_existing_folder_is_kept(official: Path, tmp_path: Path) -> None:
-    root = prepare_cifar(tmp_path / "cifar10", "cifar10", official, counting)
-    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
-    assert prepare_cifar(root, "cifar10", official, counting) == root
-    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
-
-
 def test_rejects_the_archive_of_the_other_dataset(official: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data_batch_1\.bin .*cifar100"):
         prepare_cifar(tmp_path / "cifar100", "cifar100", official, counting)
