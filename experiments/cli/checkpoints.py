@@ -36,7 +36,7 @@ IMAGE_PROFILE = click.option(
 @RUNS
 @IMPORT_NOW
 def convert(
-    source: str, target: str, overrides: tuple[str, ...], name: str | None, form: str, force: bool, runs: Path | str | None
+    source: str, target: str, overrides: tuple[str, ...], name: str | None, form: str, force: bool, runs: str | None
 ) -> None:
     """Convert weights to this project's or the released format.
 
@@ -93,7 +93,7 @@ def convert(
 @IMPORT_NOW
 @AS_JSON
 def evaluate(
-    checkpoint: str, overrides: tuple[str, ...], split: str | None, profile: str | None, runs: Path | str | None, as_json: bool
+    checkpoint: str, overrides: tuple[str, ...], split: str | None, profile: str | None, runs: str | None, as_json: bool
 ) -> None:
     """Evaluate a checkpoint: top-1, top-5, loss.
 
@@ -159,7 +159,7 @@ def robustness(
     protocol: ProtocolName,
     split: str | None,
     profile: str | None,
-    runs: Path | str | None,
+    runs: str | None,
     as_json: bool,
 ) -> None:
     """Measure accuracy on rotated or adversarial images.
@@ -225,7 +225,7 @@ def attention(
     layer: str | None,
     split: str | None,
     profile: str | None,
-    runs: Path | str | None,
+    runs: str | None,
     out: Path,
     html: Path | None,
     compare: str | None,

@@ -25,7 +25,7 @@ from experiments.cli.options import (
     RUNS,
     TAKE_OVER,
     grid_options,
-    named_address,
+    not_empty,
     printable,
 )
 from experiments.errors import UnavailableError, UserError
@@ -213,7 +213,7 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
 def study(
     profile: str,
     seeds: int,
-    runs: Path | str | None,
+    runs: str | None,
     address: str | None,
     page: Path | None,
     kept: Path | None,
@@ -256,7 +256,7 @@ _CLUSTER_RUNS = click.option(
 )
 @click.option(
     "--address",
-    callback=named_address,
+    callback=not_empty,
     help="Job server, for example http://head:8265.  [default: RAY_API_SERVER_ADDRESS, else RAY_ADDRESS]",
 )
 def submit(request: GridRequest, names: tuple[str, ...], wait: bool, address: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the formats of ages and values."""
+"""Arguments and options that several commands share, and the formats of values."""
 
 from __future__ import annotations
 
@@ -17,21 +17,12 @@ Command = Callable[..., None]
 Option = Callable[[Command], Command]
 
 
-class _Place(click.ParamType[str | Path]):
-    """A folder, or the URI of a bucket, which would lose a slash as a path."""
-
-    name = "folder"
-
-    def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> str | Path:
-        if value == "":
-            raise UserError("--runs: empty value (is a shell variable unset?); give a folder or a URI, or leave out --runs")
-        return value if "://" in str(value) else Path(value)
-
-
-def named_address(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
-    """The value of `--address`. `--address "$HEAD"` must not mean this machine if HEAD is not set."""
+def not_empty(_context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """The value of an option. `--address "$HEAD"` must not mean this machine if HEAD is not set."""
     if value is not None and not value.strip():
-        raise UserError("--address: empty value (is a shell variable unset?); give an address, or leave out --address")
+        raise UserError(
+            f"--{option.name}: empty value (is a shell variable unset?); give a value, or leave out --{option.name}"
+        )
     return value
 
 
@@ -63,7 +54,8 @@ _PROFILE = click.option(
 )
 RUNS = click.option(
     "--runs",
-    type=_Place(),
+    callback=not_empty,
+    metavar="FOLDER",
     help="Store for runs: a folder or s3://bucket/prefix?endpoint_override=...  [default: SAN_RUNS, else runs/]",
 )
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
@@ -82,7 +74,7 @@ _IMPORT = functools.partial(
 IMPORT_NOW = _IMPORT(callback=import_now, expose_value=False)
 ADDRESS = click.option(
     "--address",
-    callback=named_address,
+    callback=not_empty,
     help="Ray cluster, for example auto or host:6379.  [default: RAY_ADDRESS, else this machine]",
 )
 TAKE_OVER = click.option(
@@ -110,14 +102,6 @@ def grid_options(*options: Option) -> Option:
         return decorated
 
     return add
-
-
-def age(seconds: float) -> str:
-    """For example `3 h`."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def as_value(value: object) -> str:

@@ -14,7 +14,6 @@ from experiments.errors import UserError
 from experiments.grids.expand import GRIDS_DIR
 from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_claims
-from experiments.report.build import note
 from experiments.report.study import section_of, write_study
 from experiments.runner.execute import execute, prepare, train
 from experiments.runner.grid_run import GridRun, is_finished, known_results, open_grid_run
@@ -29,16 +28,16 @@ from experiments.training.images import open_data
 def run(grid_run: GridRun, address: str | None) -> bool:
     """Trains and measures what is missing, prints the table and draws the plot. Returns whether all trials are finished.
 
-    The grid's page in MLflow is updated even if nothing was missing, because another grid or version may have trained its
-    trials. A user without write access still gets the table.
+    The report in MLflow is updated even if nothing was missing, because another grid or version may have trained its trials. A
+    user without write access still gets the table.
     """
-    results = execute(grid_run, address, functools.partial(note, grid_run))
+    results = execute(grid_run, address)
     files, complete = print_report(grid_run, results)
     try:
-        prepare(grid_run, note(grid_run, results))
+        prepare(grid_run)
         grid_run.tracker.log_report(files, complete and grid_run.wanted == grid_run.trials)
     except TrackerError as error:
-        click.echo(f"MLflow's page of the grid was not updated: {error}", err=True)
+        click.echo(f"the report in MLflow was not updated: {error}", err=True)
     return complete
 
 
@@ -74,7 +73,7 @@ def study(
         missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
         if missing and trains:
             click.echo(f"grid {grid_run.name}, profile {grid_run.profile}: {trial_count(len(missing))} to train", err=True)
-            train(grid_run, missing, address, note(grid_run, results))
+            train(grid_run, missing, address)
             results = retry(functools.partial(known_results, grid_run)) | read_results(kept)
         add_results(kept, grid_run.trials, results)
     results = read_results(kept)

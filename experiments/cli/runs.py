@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from experiments.cli.options import AS_JSON, RUNS, age, printable
+from experiments.cli.options import AS_JSON, RUNS, printable
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.argument("grid", required=False)
 @RUNS
 @AS_JSON
-def list_runs(grid: str | None, runs: Path | str | None, as_json: bool) -> None:
+def list_runs(grid: str | None, runs: str | None, as_json: bool) -> None:
     """List runs with state, epoch, top-1 and age, newest first.
 
     Runs of the same name are listed with the settings in which they differ.
@@ -32,7 +32,7 @@ def list_runs(grid: str | None, runs: Path | str | None, as_json: bool) -> None:
     GRID is the name or file of a grid. Without it, lists all runs in the store.
 
     \b
-    Example: watch -n 10 san runs footprint
+    Example: san runs footprint
     """
     from experiments.runs.workspace import has_store, open_workspace
     from experiments.tracking.listing import list_runs as listed_runs
@@ -51,7 +51,7 @@ def list_runs(grid: str | None, runs: Path | str | None, as_json: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="KEY|GRID...")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @RUNS
-def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
+def delete(names: tuple[str, ...], yes: bool, runs: str | None) -> None:
     """Delete trials: their runs, checkpoints and logs.
 
     KEY is a trial's key from the output of `san runs`; the name of a GRID means all its trials. Trials that are being trained
@@ -76,16 +76,18 @@ def delete(names: tuple[str, ...], yes: bool, runs: Path | str | None) -> None:
 
 
 def _listed(run: Listed) -> str:
+    from experiments.runner.progress import duration
+
     epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
     top1 = "-" if run.top1 is None else f"{run.top1:.1f} %"
     name = printable(f"{run.key}  {run.grid}-{run.profile} {run.name} {run.differs}".rstrip())
-    return f"{run.state:11s}  {epoch:>9s}  {top1:>7s}  {age(run.age):>6s}  {name}"
+    return f"{run.state:11s}  {epoch:>9s}  {top1:>7s}  {duration(max(run.age, 0)):>12s}  {name}"
 
 
 @click.command()
 @click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True, help="Port on this machine.")
 @RUNS
-def ui(port: int, runs: Path | str | None) -> None:
+def ui(port: int, runs: str | None) -> None:
     """Browse runs in MLflow's web interface on this machine.
 
     Starts `mlflow ui`; press Ctrl-C to stop it. If MLFLOW_TRACKING_URI names a server, prints its address instead.

@@ -110,11 +110,10 @@ def check(request: GridRequest) -> None:
             the job's temporary folder.
     """
     for config in expand(request, table_names(), resolve_paths=False).configs.values():
-        data, init = config.data, config.recipe.init
-        if init is not None and not PurePosixPath(init).is_absolute():
-            raise UserError(f"recipe.init={init}: a relative path; give the absolute path of a file on the cluster")
-        if data.source in ("folder", "shards") and data.root is not None and not PurePosixPath(data.root).is_absolute():
-            raise UserError(f"data.root={data.root}: a relative path; give the absolute path of a folder on the cluster")
+        root = config.data.root if config.data.source in ("folder", "shards") else None
+        for key, path in {"recipe.init": config.recipe.init, "data.root": root}.items():
+            if path is not None and not PurePosixPath(path).is_absolute():
+                raise UserError(f"{key}={path}: a relative path; give an absolute path on the cluster")
     runs = request.runs and str(request.runs)
     if runs is not None and is_uri(runs):
         open_store(runs)

@@ -34,7 +34,7 @@ model.pretrained_cfg  # size, mean and std of the images, names of the classes
 
 @click.command()
 @RUNS
-def main(runs: Path | str | None) -> None:
+def main(runs: str | None) -> None:
     """Writes a folder for each trained row of the grid."""
     grid_run = open_grid_run(GridRequest(GRID, PROFILE, runs=runs))
     for trial in grid_run.trials:

@@ -289,15 +289,16 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
     if name in pretrained.included() and not os.path.exists(name):
         yield pretrained.WEIGHTS_DIR / name, None
         return
-    store, asked = open_store(runs), name
-    if (key := _key_in_mlflow(name, runs)) is not None:
-        if store.shared and not (store.folder / "checkpoints" / key).is_dir():
-            raise UserError(f"{name}: the checkpoints of trial {key} are not in {store.folder}; give their folder with --runs")
-        asked = key
-    if not store.shared and re.fullmatch(KEY, asked) and not os.path.exists(asked):
+    store, asked = open_store(runs), _key_in_mlflow(name, runs) or name
+    if re.fullmatch(KEY, asked) and not os.path.exists(asked):
+        if store.shared and not (store.folder / "checkpoints" / asked).is_dir():
+            raise UserError(
+                f"{name}: no such file, and no checkpoints of trial {asked} in {store.folder}; `san runs` lists the trials of "
+                "a folder, and --runs selects another one"
+            )
         asked = store.uri(f"checkpoints/{asked}")
     if not is_uri(asked):
-        yield checkpoint_path(asked, store.folder if store.shared else Path()), None
+        yield Path(asked), None
         return
     opened = open_store(asked)
     file = ""  # the name of what the address names
@@ -323,22 +324,3 @@ def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:
     from experiments.tracking.listing import trial_key  # imports MLflow
 
     return trial_key(uri, name)
-
-
-def checkpoint_path(name: str, runs: Path) -> Path:
-    """The path itself, or the folder of a trial's checkpoints if the name is its key and there is no such file.
-
-    Raises:
-        UserError: there is neither.
-    """
-    path = Path(name)
-    if not re.fullmatch(r"\w{1,40}", name) or path.exists():
-        return path
-    if not re.fullmatch(KEY, name):
-        raise UserError(
-            f"{name}: no such file, and not a key (12 characters from 0-9 and a-f); run `san runs` to list the keys"
-        )
-    folder = runs / "checkpoints" / name
-    if not folder.is_dir():
-        raise UserError(f"{name}: no such file, and no trial with this key in {runs}; run `san runs` to list the keys")
-    return folder

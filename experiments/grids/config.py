@@ -7,7 +7,7 @@ import difflib
 import functools
 import json
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -401,9 +401,7 @@ def fine_tuning_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     with torch.device("meta"):
         parts = list(config.model.spec().build(num_classes=2).parts())
     for name in set(recipe.freeze) - set(parts):
-        near = difflib.get_close_matches(name, parts, n=1)
-        hint = f"did you mean `{near[0]}`? Parts" if near else "parts"
-        yield "recipe.freeze", f"{config.model.name} has no part {name!r}; {hint}: {', '.join(parts)}"
+        yield "recipe.freeze", f"{config.model.name} has no part {name!r}; {choices('parts', name, parts)}"
     if set(parts) <= set(recipe.freeze):
         yield "recipe.freeze", "freezes the whole model; leave out the parts to train"
 
@@ -429,6 +427,12 @@ def _words(item: Any) -> str:
         return "missing; this key is required"
     message = item["msg"].removeprefix("Input ").replace("valid tuple", "list")
     return f"{message[0].lower()}{message[1:]}, not {json.dumps(item['input'], default=str)}"
+
+
+def choices(what: str, name: str, known: Iterable[str]) -> str:
+    """The end of the error message for an unknown name: all known names, and the most similar one."""
+    near = difflib.get_close_matches(name, known := list(known), n=1)
+    return f"did you mean `{near[0]}`? {what.capitalize()}: {', '.join(known)}" if near else f"{what}: {', '.join(known)}"
 
 
 def unknown_key(path: str, allowed: Sequence[str]) -> str:

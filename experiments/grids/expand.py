@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import os
@@ -21,6 +20,7 @@ from experiments.grids.config import (
     PROJECT_DIR,
     ModelConfig,
     TrialConfig,
+    choices,
     combination_errors,
     fine_tuning_errors,
     is_module,
@@ -109,9 +109,7 @@ def grid_path(name: str | Path) -> Path:
     known = sorted(file.stem for file in GRIDS_DIR.glob("*.yaml"))
     if str(name) in known:
         return GRIDS_DIR / f"{name}.yaml"
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"grids: {', '.join(known)}"
-    raise UserError(f"{name}: no such file or grid; {hint}")
+    raise UserError(f"{name}: no such file or grid; {choices('grids', str(name), known)}")
 
 
 def profile_path(name: str) -> Path:
@@ -127,9 +125,7 @@ def profile_path(name: str) -> Path:
             raise UserError(f"{name}: the project has a profile with this name; rename the file")
         return path
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean `{near[0]}`? Profiles" if near else "profiles"
-        raise UserError(f"unknown profile {name!r}; {hint}: {', '.join(known)}; or give the path of a .yaml file")
+        raise UserError(f"unknown profile {name!r}; {choices('profiles', name, known)}; or give the path of a .yaml file")
     return known[name]
 
 

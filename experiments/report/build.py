@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.paper.tables import note_on_missing_rows, paper_numbers
 from experiments.report.data import Measurement, TableRow, grid_measurements, table_rows
-from experiments.report.tables import SHORT, csv_text, grid_table, protocol_table
+from experiments.report.tables import csv_text, grid_table, protocol_table
 from experiments.runner.grid_run import GridRun
 from experiments.tracking import Result
-from experiments.tracking.result import runs_page
-
-LONGEST_NOTE = 5000
-"""Characters. MLflow rejects longer descriptions of experiments (20 000 in newer versions) and truncates those of runs."""
 
 
 def measurements_of(grid_run: GridRun, results: Mapping[str, Result]) -> list[Measurement]:
@@ -53,34 +48,3 @@ def setting(grid_run: GridRun) -> str:
     if grid_run.grid.table is None:
         return f"{ours}; params and FLOPs of the trained models."
     return f"{paper}{ours}; params and FLOPs for 224 x 224 images and 1000 classes."
-
-
-def note(grid_run: GridRun, results: Mapping[str, Result]) -> str:
-    """The description of the grid in MLflow, as Markdown: links to trials of other grids, and the columns `SHORT` of the
-    table, truncated if necessary."""
-    if grid_run.grid.robustness:
-        table = protocol_table([one for one in measurements_of(grid_run, results) if one.number != "top5"])
-    else:
-        table = grid_table(table_rows(grid_run, results), SHORT)
-    heading, rule, *others = table.markdown().splitlines()
-    spaced = [line.replace(" | ", "&nbsp; | ") for line in (heading, *others)]  # MLflow leaves no room between columns
-    # MLflow shows only the first line of the first paragraph until it is unfolded, so the links are at its beginning.
-    first = f"{_links_elsewhere(grid_run, results)}**{grid_run.grid.question}** {setting(grid_run)}"
-    text = "\n".join([first, "", spaced[0], rule, *spaced[1:]])
-    if len(text) <= LONGEST_NOTE:
-        return text
-    kept = text[: LONGEST_NOTE - 100].rpartition("\n")[0]
-    return f"{kept}\n\n{len(text.splitlines()) - len(kept.splitlines())} more rows are in `table.md`."
-
-
-def _links_elsewhere(grid_run: GridRun, results: Mapping[str, Result]) -> str:
-    """Links to the experiments of other grids that trained some of the trials; they work on any page of the server."""
-    known = [results[trial.key] for trial in grid_run.trials if trial.key in results]
-    # Results from the file of a study have no tags.
-    counts = Counter((result.tags["san.grid"], result.experiment_id) for result in known if result.tags)
-    links = [
-        f"{count} of {len(grid_run.trials)} in [{grid}]({runs_page(experiment_id)})"
-        for (grid, experiment_id), count in counts.items()
-        if grid != grid_run.name
-    ]
-    return f"Trials: {', '.join(links)}. " if links else ""

@@ -56,8 +56,6 @@ ACCURACY = COLUMNS[:4]
 PARAMS = Column("ours", "params", ".3g", "params M")
 FLOPS_G, FLOPS_M = Column("ours", "flops", ".3g", "FLOPs G"), Column("ours", "flops_millions", ".1f", "FLOPs M")
 """The columns of tables without counts of the paper."""
-SHORT = tuple(column for column in COLUMNS if column.field not in ("top5", "paper_params", "paper_flops"))
-"""Columns for narrow places."""
 MEASUREMENT_COLUMNS = (
     Column("paper", "paper", ".1f"),
     Column("ours", "ours", ".1f"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from experiments.runner.restart import Restart
 
 
-def execute(grid_run: GridRun, address: str | None, describe: Callable[[Mapping[str, Result]], str]) -> dict[str, Result]:
+def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
     """Trains the unfinished trials of a grid and measures what its protocol lacks. Returns the results.
-
-    `describe` writes the description of the grid in MLflow.
 
     Raises:
         UserError, ClusterError: the grid cannot run here; nothing was written.
@@ -53,7 +51,7 @@ def execute(grid_run: GridRun, address: str | None, describe: Callable[[Mapping[
     print_status(f"grid {grid_run.name}, profile {grid_run.profile}: {wanted}{skipped}, {len(missing)} to train")
     try:
         if missing:
-            trained = train(grid_run, missing, address, describe(results))
+            trained = train(grid_run, missing, address)
             results = retry(lambda: known_results(grid_run))
             unsent = [missing[key].name for key in trained if not is_done(grid_run, results, missing[key])]
             if unsent:
@@ -62,7 +60,7 @@ def execute(grid_run: GridRun, address: str | None, describe: Callable[[Mapping[
                     "run the same command again to send the rest"
                 )
         if unmeasured := missing_measurements(grid_run, results):
-            measure(grid_run, unmeasured, address, describe(results))
+            measure(grid_run, unmeasured, address)
             results = retry(lambda: known_results(grid_run))
     except TrackerError as error:
         raise TrackerError(
@@ -71,9 +69,8 @@ def execute(grid_run: GridRun, address: str | None, describe: Callable[[Mapping[
     return results
 
 
-def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, description: str) -> list[str]:
-    """Trains trials that no other process is training, and describes the grid in MLflow. Returns the keys of the trials that
-    did not fail."""
+def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> list[str]:
+    """Trains trials that no other process is training. Returns the keys of the trials that did not fail."""
     from cluster.session import alone, is_local, session  # imports Ray
     from experiments.runner.restart import Restart
 
@@ -96,7 +93,7 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None, des
                 print_status(f"skipped, because another `san run` is training the same trials: {', '.join(others)}")
             results = known_results(grid_run)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(grid_run, results, trial)}
-            prepare(grid_run, description)
+            prepare(grid_run)
             grid_run.tracker.begin()
             outcomes = _train_claimed(grid_run, claimed, claim, results, restart, start)
             _conclude(grid_run, "trained", outcomes, missing, start)
@@ -158,7 +155,7 @@ def _train_claimed(
         stop.withdraw()
 
 
-def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None, description: str) -> None:
+def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None) -> None:
     """Measures the robustness of trained trials and tracks each result at once. The arguments are as in `train`."""
     from cluster.session import is_local, session  # imports Ray
     from cluster.sweep import sweep
@@ -179,7 +176,7 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         def keep(task: MeasureTask, metrics: dict[str, float]) -> None:
             retry(lambda: grid_run.tracker.add(task.run_id, metrics))
 
-        prepare(grid_run, description)
+        prepare(grid_run)
         grid_run.tracker.begin()
         progress, errors = MeasureProgress(tasks, keep, sys.stderr), (UserError, DataError, CheckpointError)
         restart.has_advanced = progress.has_advanced
@@ -232,11 +229,10 @@ def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterato
         yield should_continue
 
 
-def prepare(grid_run: GridRun, description: str) -> None:
-    """Creates the grid's experiment in MLflow and describes the results so far."""
+def prepare(grid_run: GridRun) -> None:
+    """Creates the grid's experiment and parent run in MLflow, if they are missing."""
     with node_lock(grid_run.workspace.store.folder, "mlflow", OUTAGE_TIMEOUT):  # two grids may be the first in a store
         grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
-        grid_run.tracker.describe(description)
 
 
 def _store_traceback(grid_run: GridRun, trial: Trial, text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import re
 import sys
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from cluster import Placement
 from experiments.errors import UserError
-from experiments.grids.config import ModelConfig, TrialConfig
+from experiments.grids.config import ModelConfig, TrialConfig, choices
 from experiments.grids.expand import expand, profile_path
 from experiments.grids.grid import Grid, Trial
 from experiments.grids.request import GridRequest
@@ -125,9 +124,7 @@ def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> Non
     """Raises UserError if the grid lacks a row."""
     for row in only:
         if row not in rows:
-            near = difflib.get_close_matches(row, rows, n=1)
-            hint = f"did you mean {near[0]}? Rows" if near else "rows"
-            raise UserError(f"--only {row}: {path} has no such row; {hint}: {', '.join(rows)}")
+            raise UserError(f"--only {row}: {path} has no such row; {choices('rows', row, rows)}")
 
 
 def _initialized(path: Path, row: str, config: TrialConfig, digests: Mapping[str | None, str]) -> str:

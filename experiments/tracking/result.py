@@ -29,8 +29,3 @@ class Result:
     """The epoch after which early stopping of this grid ended the trial."""
     tags: Mapping[str, str] = field(default_factory=dict)
     experiment_id: str = ""
-
-
-def runs_page(experiment_id: str) -> str:
-    """Address of an experiment's runs in MLflow, relative to any page of the server."""
-    return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"

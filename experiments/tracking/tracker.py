@@ -70,30 +70,20 @@ class Tracker:
         with usable(self.uri):
             self.client.update_run(self._require_parent().info.run_id, status="RUNNING")
 
-    def describe(self, note: str) -> None:
-        """Writes a Markdown description of the grid; after `prepare`."""
-        with usable(self.uri):
-            experiment, parent = self._experiment(), self._require_parent()
-            if experiment.tags.get("mlflow.note.content") != note:
-                self.client.set_experiment_tag(experiment.experiment_id, "mlflow.note.content", note)
-            if parent.data.tags.get("mlflow.note.content") != note:
-                self.client.set_tag(parent.info.run_id, "mlflow.note.content", note)
-
     def results(self) -> dict[str, Result]:
         """Runs of trials by content hash.
 
         Prefers finished runs of any grid over runs that this grid stopped early, and these over its unfinished runs.
         """
         with usable(self.uri):
-            # Unfinished runs first: a run that finishes in the meantime is then found below.
-            own = self.client.get_experiment_by_name(self.grid)
-            unfinished = self._search(f"{TRIALS} and attributes.status != 'FINISHED'") if own else []
-            finished = self._anywhere(f"{TRIALS} and attributes.status = 'FINISHED'")
-            stopped = self._anywhere(f"{TRIALS} and tags.`san.stopped_at` != ''")
-        me = own and own.experiment_id, self.profile
-        finished.sort(key=lambda run: (run.info.experiment_id, run.data.tags["san.profile"]) == me)
-        stopped = [run for run in stopped if self._has_stopped(run)]
-        return {run.data.tags["san.trial"]: self._result(run) for run in (*unfinished, *stopped, *finished)}
+            own, runs = self.client.get_experiment_by_name(self.grid), self._anywhere(TRIALS)
+
+        def worth(run: Run) -> tuple[bool, bool, bool]:
+            is_mine = own is not None and run.info.experiment_id == own.experiment_id
+            is_mine = is_mine and run.data.tags["san.profile"] == self.profile
+            return run.info.status == "FINISHED", self._has_stopped(run), is_mine
+
+        return {run.data.tags["san.trial"]: self._result(run) for run in sorted(runs, key=worth) if any(worth(run))}
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
         """Epochs (from 1) and values of a metric, in order."""

@@ -2,19 +2,15 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from experiments.cli.report import print_report
-from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import PROJECT_DIR
-from experiments.grids.expand import GRIDS_DIR
 from experiments.grids.request import GridRequest
-from experiments.report.build import caption, note
+from experiments.report.build import caption
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.plan import plan, plan_in_words
-from experiments.tracking import Result
 from tests.experiments.conftest import OpenGrid, Rejected, San, WriteGrid
 
 
@@ -79,22 +75,3 @@ def test_prints_the_table_if_its_folder_cannot_be_written(finished_job: OpenGrid
     code, out, err = run_san("report", tmp_path / "invented.yaml", "--runs", grid_run.workspace.runs, "--seeds", "2")
     assert code == 1  # trials are missing
     assert "pairwise_3" in out and f"{folder}: cannot write the table, plot and page (File exists)" in err
-
-
-@pytest.mark.parametrize("name", PROTOCOLS)
-def test_mlflow_description_has_all_conditions_and_rows_and_links_to_other_grids(name: Any, tmp_path: Path) -> None:
-    """For the grids of the paper, with two seeds; another grid has trained one of them."""
-    grid_run = open_grid_run(GridRequest(GRIDS_DIR / f"{name}.yaml", "digits", (), tmp_path, seeds=2))
-    protocol = PROTOCOLS[name]
-    names = [metric for one in protocol.conditions for metric in one.metrics(dict.fromkeys(one.numbers, 0.0))]
-    metrics = [dict.fromkeys([*names, "val/top1", "val/top5"], top1) for top1 in (40.0, 49.0)]
-    tags = [{"san.grid": name}, {"san.grid": "comparison"}]
-    results = {
-        trial.key: Result("run", True, metrics[trial.seed], tags=tags[trial.seed], experiment_id=f"12345{trial.seed}")
-        for trial in grid_run.trials
-    }
-    text = note(grid_run, results)
-    assert "Trials: 9 of 18 in [comparison](#/experiments/123451/" in text and "/123450/" not in text
-    for condition in protocol.conditions:
-        for row in grid_run.grid.rows:
-            assert f"| {condition.name}&nbsp; | {row.id}&nbsp; | " in text

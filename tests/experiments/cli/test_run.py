@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from mlflow.entities import Run
 from torch import nn
 
 import san
@@ -20,7 +18,6 @@ from experiments.errors import UserError
 from experiments.grids.grid import Trial
 from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_claims, paper_rows
-from experiments.report.build import LONGEST_NOTE, note, tables
 from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, plan_in_words
@@ -91,55 +88,34 @@ def test_equal_trials_are_trained_once(open_text: OpenGrid, trained: list[str], 
     assert [line.top1 for line in table_rows(second, known_results(second))] == [1.0, 3.0]
 
 
-def shown_by_mlflow(grid_run: GridRun) -> tuple[str, Run, dict[str, str]]:
-    """The description of a grid's experiment, the parent run, and the text of its files by name."""
-    experiment = grid_run.tracker.client.get_experiment_by_name(grid_run.name)
+def reported_in_mlflow(grid_run: GridRun) -> tuple[str, dict[str, str]]:
+    """The state of a grid's parent run, and the text of its files by name."""
     (parent,) = runs_of(grid_run, "grid")
-    assert experiment is not None
-    assert parent.data.tags["mlflow.note.content"] == experiment.tags["mlflow.note.content"]
     folder = Path(parent.info.artifact_uri.removeprefix("file://"))
-    kept = {path.name: path.read_text(errors="replace") for path in folder.glob("*")}
-    return experiment.tags["mlflow.note.content"].replace("&nbsp;", ""), parent, kept
+    return parent.info.status, {path.name: path.read_text(errors="replace") for path in folder.glob("*")}
 
 
-def test_mlflow_page_of_a_grid_is_current(open_text: OpenGrid, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows finished trials while others train, and results that another grid or version has changed."""
-    assert run(open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}"), None)
+def test_report_in_mlflow_is_current(open_text: OpenGrid, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has results that another grid or version has changed."""
     grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet38}}]}")
-    before: list[tuple[str, str]] = []
+    before: list[str] = []
     sweep = importlib.import_module("cluster.sweep").sweep
 
     def recording(*arguments: Any, **options: Any) -> dict[str, Outcome]:
-        description, parent, _ = shown_by_mlflow(grid_run)
-        before.append((description, parent.info.status))
+        before.append(reported_in_mlflow(grid_run)[0])
         return dict(sweep(*arguments, **options))
 
     monkeypatch.setattr("cluster.sweep.sweep", recording)
     assert run(grid_run, None)
-    ((description, status),) = before
-    assert status == "RUNNING"
-    assert "\n| a | 1.0 |" in description and "\n| b | - |" in description
-    description, parent, _ = shown_by_mlflow(grid_run)
-    assert "\n| b | 2.0 |" in description
-    assert parent.info.status == "FINISHED"
+    assert before == ["RUNNING"]
+    status, files = reported_in_mlflow(grid_run)
+    assert status == "FINISHED" and "| b | 2.0 |" in files["table.md"]
 
     result = grid_run.tracker.results()[grid_run.trials[1].key]
     grid_run.tracker.client.log_metric(result.run_id, "val/top1", 77.0, step=1)
     assert run(grid_run, None)
-    changed, parent, files = shown_by_mlflow(grid_run)
-    assert changed == description.replace("| b | 2.0 |", "| b | 77.0 |")
-    assert "77.0" in files["table.md"] and "77.0" in files["report.html"]
-    assert parent.info.status == "FINISHED"
-
-
-def test_long_table_is_cut_between_rows_in_the_description(open_text: OpenGrid) -> None:
-    rates = [round(0.001 * (i + 1), 3) for i in range(300)]
-    grid_run = open_text(f"{{question: q, base: {{model: {{name: resnet26}}}}, product: {{recipe.lr: {rates}}}}}")
-    whole, short = tables(grid_run, {})["markdown"].splitlines(), note(grid_run, {}).splitlines()
-    assert len("\n".join(short)) <= LONGEST_NOTE < len("\n".join(whole))
-    rows, rest = [re.split(r"(?:&nbsp;)? \| ", line)[0] for line in short[2:-2]], short[-1]
-    assert rows == [line.split(" | ")[0] for line in whole[: len(rows)]]
-    assert rest.startswith(f"{len(whole) - len(rows)} more rows ")
+    status, files = reported_in_mlflow(grid_run)
+    assert status == "FINISHED" and "| b | 77.0 |" in files["table.md"] and "77.0" in files["report.html"]
 
 
 def test_plan_estimates_hours_from_similar_finished_runs(open_text: OpenGrid) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import san
 from experiments.cli import weights
-from experiments.evaluation.evaluate import Evaluation, checkpoint_path, evaluate_checkpoint, open_checkpoint, open_images
+from experiments.evaluation.evaluate import Evaluation, evaluate_checkpoint, open_checkpoint, open_images, resolve_checkpoint
 from experiments.grids.config import PROJECT_DIR, merged
 from experiments.grids.transform import transform
 from experiments.runs.store import LocalStore
@@ -159,8 +159,8 @@ NO_RUN = 32 * "0"
     ("arguments", "words"),
     [
         ("{empty}/none.pt", ["none.pt", "No such file"]),
-        ("ac2f", ["ac2f: no such file"]),
-        ("0123456789ab --runs {empty}", ["0123456789ab", "no trial with this key"]),
+        ("ac2f", ["ac2f", "No such file"]),
+        ("0123456789ab --runs {empty}", ["0123456789ab: no such file, and no checkpoints"]),
         (f"{NO_RUN} --runs {{runs}}", [f"{NO_RUN}: MLflow"]),
         (f"{NO_RUN} --runs {{empty}}", [f"{NO_RUN}: no runs"]),
         ("models:/none/1 --runs {runs}", ["models:/none/1", "no such registered"]),
@@ -204,4 +204,5 @@ def test_rejects_runs_whose_checkpoints_are_elsewhere(
 def test_existing_file_takes_precedence_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "0123456789ab").write_text("")
-    assert checkpoint_path("0123456789ab", tmp_path) == Path("0123456789ab")
+    with resolve_checkpoint("0123456789ab", tmp_path) as (path, _):
+        assert path == Path("0123456789ab")

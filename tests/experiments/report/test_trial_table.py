@@ -54,7 +54,7 @@ def test_a_trial_that_is_not_finished_has_no_metrics(open_small_grid: OpenGrid) 
 
 def test_grids_of_the_project_are_known_by_name(tmp_path: Path) -> None:
     assert len(experiments.load_results("footprint", runs=tmp_path)) == 13
-    with pytest.raises(UserError, match="did you mean footprint"):
+    with pytest.raises(UserError, match="did you mean `footprint`"):
         experiments.load_results("footprnt")
 
 
