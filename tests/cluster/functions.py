@@ -1,16 +1,12 @@
 """Functions for the trials of tests, and an observer that records events. Workers import them from here."""
 
 import os
-import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import Placement
-from cluster.session import session
-from cluster.sweep import Outcome, Report, sweep
+from cluster.sweep import Outcome, Report
 
 
 @dataclass(slots=True)
@@ -110,31 +106,8 @@ def asking(plan: tuple[Callable[[str, list[float]], bool], str, list[float]], re
         report({"should_continue": float(judge(key, scores[: number + 1]))})
 
 
-def sleeping(seconds: float, report: Report) -> None:
-    report({"pid": os.getpid()})
-    time.sleep(seconds)
-
-
 class Shouting(Memory):
     """Prints every report, for the parent of this process."""
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         print("pid", int(metrics["pid"]), flush=True)
-
-
-def main(storage: str) -> None:
-    """A driver for the tests of signals, with two trials that sleep. It treats SIGTERM like Ctrl-C."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with session():
-            sweep(sleeping, {"a": 1e5, "b": 1e5}, Placement(), storage=storage, observer=Shouting())
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    # Workers cannot import functions from __main__.
-    from tests.cluster import functions
-
-    functions.main(sys.argv[1])

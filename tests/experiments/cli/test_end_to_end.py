@@ -23,6 +23,7 @@ from experiments.runner.grid_run import open_grid_run
 from experiments.runs.workspace import Workspace
 from experiments.training.trainer import run_trial
 from tests.cluster.functions import Memory
+from tests.cluster.test_signals import AGENTS, MARK, wait_until_gone
 from tests.experiments.conftest import SMALL_GRID, WriteGrid
 from tests.experiments.drivers import Driver
 from tests.experiments.samples import logged_epochs
@@ -33,7 +34,7 @@ OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=64")
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[], Driver]]:
     with ExitStack() as drivers:
-        yield lambda: drivers.enter_context(Driver(SMALL_GRID, tmp_path / "runs", OVERRIDES))
+        yield lambda: drivers.enter_context(Driver(SMALL_GRID, tmp_path / "runs", OVERRIDES, {MARK: str(tmp_path)}))
 
 
 def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_path: Path) -> None:
@@ -43,6 +44,7 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
     killed.wait_for("finished in")
     os.kill(killed.process.pid, signal.SIGKILL)
     killed.finish()
+    wait_until_gone(str(tmp_path), AGENTS)
 
     interrupted = start()
     interrupted.wait_for(r"\w+ starts")
@@ -51,6 +53,7 @@ def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_
     assert interrupted.finish() == 1
     assert "Run the same command again to resume" in interrupted.said
     assert "Traceback" not in interrupted.said
+    wait_until_gone(str(tmp_path))
 
     last = start()
     assert last.finish() == 0, last.said
