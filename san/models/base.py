@@ -104,7 +104,9 @@ class BaseModel(nn.Module):
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt must be 'NCHW', not {output_fmt!r}")
         count = len(self.channels)
-        wanted = range(count) if indices is None else range(count - indices, count) if isinstance(indices, int) else indices
+        wanted = (
+            range(count) if indices is None else range(max(count - indices, 0), count) if isinstance(indices, int) else indices
+        )
         if not all(-count <= index < count for index in wanted):
             raise ValueError(f"indices must be between {-count} and {count - 1}, not {list(wanted)}")
         maps = self.features(x_NCHW)
@@ -134,7 +136,9 @@ class BaseModel(nn.Module):
         if global_pool not in (None, "avg"):
             raise ValueError(f"global_pool must be 'avg', not {global_pool!r}")
         weight = next(self.parameters())
-        self.add_module(self.classifier_name, self._new_classifier(num_classes).to(weight.device, weight.dtype))
+        self.add_module(
+            self.classifier_name, self._new_classifier(num_classes).to(weight.device, weight.dtype).train(self.training)
+        )
 
     def get_classifier(self) -> nn.Module | None:
         """The last layer; None for a backbone."""

@@ -151,9 +151,7 @@ def load_included(name: str, num_classes: int | None, in_channels: int, features
             f"{name} was trained on images with {model.in_channels} channels, not {in_channels}; leave out in_channels"
         )
     if features_only:
-        backbone = model.spec.build(None, in_channels)
-        backbone.load_state_dict({key: value for key, value in model.state_dict().items() if key in backbone.state_dict()})
-        return backbone.eval()
-    if num_classes not in (None, model.num_classes):
+        delattr(model, model.classifier_name)
+    elif num_classes not in (None, model.num_classes):
         model.reset_classifier(num_classes)
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ class SANSpec(StagedSpec):
     Each kind of attention has a subclass with fields for the arguments of its module.
     """
 
+    module: ClassVar[type[SelfAttention]]
     footprint: int = 7
     widths: tuple[int, ...] = (64, 256, 512, 1024, 2048)
     r1: int = 16
@@ -52,13 +53,10 @@ class SANSpec(StagedSpec):
                 ) from None
 
     def attention(self, channels: int, footprint: int) -> SelfAttention:
-        """The attention of one block."""
-        raise NotImplementedError
-
-    def attention_arguments(self) -> dict[str, Any]:
-        """The fields that are arguments of the attention module."""
+        """The attention of one block. The fields of the subclass, r1 and r2 are its other arguments."""
         others = {"footprint", *(field.name for field in fields(StagedSpec))}
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
+        arguments = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}
+        return self.module(channels, footprint, **arguments)
 
     def build(self, num_classes: int | None, in_channels: int = 3) -> SAN:
         return SAN(self, num_classes, in_channels)
@@ -68,38 +66,32 @@ class SANSpec(StagedSpec):
 class PairwiseSpec(SANSpec):
     """SAN with pairwise attention."""
 
+    module = PairwiseAttention
     group_size: int = 8
     relation: str = "subtraction"
     mapping: str = "LRL"
     transformation: str = "distinct"
     position: str = "relative"
 
-    def attention(self, channels: int, footprint: int) -> PairwiseAttention:
-        return PairwiseAttention(channels, footprint, **self.attention_arguments())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchwiseSpec(SANSpec):
     """SAN with patchwise attention."""
 
+    module = PatchwiseAttention
     group_size: int = 8
     relation: str = "concatenation"
     mapping: str = "LRL"
     transformation: str = "distinct"
-
-    def attention(self, channels: int, footprint: int) -> PatchwiseAttention:
-        return PatchwiseAttention(channels, footprint, **self.attention_arguments())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarSpec(SANSpec):
     """SAN with scalar attention: the stand-alone self-attention baseline of section 5.3."""
 
+    module = ScalarAttention
     r1: int = 4
     heads: int = 8
-
-    def attention(self, channels: int, footprint: int) -> ScalarAttention:
-        return ScalarAttention(channels, footprint, **self.attention_arguments())
 
 
 class Stage(nn.Module):
@@ -145,9 +137,12 @@ class SAN(BaseModel):
         if not is_traced(x_NCHW) and not torch.compiler.is_compiling():
             self.spec.check_input(*x_NCHW.shape[2:])
         specialize(x_NCHW)
-        if fuses("pair_weights", x_NCHW):  # the kernels work on channels-last maps
+        is_fused = fuses("pair_weights", x_NCHW)  # the kernels work on channels-last maps
+        if is_fused:
             x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
         x_NCHW = conv_norm_relu(self.stem, self.stem_norm, self.stem_relu, x_NCHW)
+        if is_fused and self.in_channels == 1:  # images with one channel have both formats, and the stem chooses the other
+            x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
         maps = []
         for name in self.stage_names:
             x_NCHW = self.get_submodule(name)(x_NCHW)

@@ -65,9 +65,7 @@ class SelfAttention(nn.Module):
 
     def transform(self, x_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """phi [N, R, H, W], psi [N, R, H, W] and beta [N, M, H, W]; each Linear layer runs once."""
-        beta = self.get_submodule("beta")
-        assert isinstance(beta, nn.Conv2d)
-        check_map(x_NCHW, beta, "x")
+        check_map(x_NCHW, self.get_submodule("beta"), "x")
         specialize(x_NCHW)
         maps = {role: convolve(self.get_submodule(role), x_NCHW) for role in dict.fromkeys(self.roles)}
         return maps[self.roles[0]], maps[self.roles[1]], maps[self.roles[2]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,38 +22,39 @@ def drop_path(y_NCHW: Tensor, rate: float, training: bool) -> Tensor:
     return y_NCHW * (kept_N / (1 - rate)).to(y_NCHW.dtype)[:, None, None, None]
 
 
-def checkpointed(block: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """Calls a block, and recomputes its activations in the backward pass. Running statistics are updated only once."""
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _frozen_statistics(block)
-
-    y_NCHW: Tensor = checkpoint(block, x_NCHW, use_reentrant=False, context_fn=contexts)
-    return y_NCHW
-
-
 class Blocks(nn.Sequential):
-    """Residual blocks. If `checkpoints` is set, training recomputes their activations in the backward pass."""
+    """Residual blocks. If `checkpoints` is set, training recomputes their activations in the backward pass, without updating
+    running statistics a second time."""
 
     checkpoints = False
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         for block in self:
-            x_NCHW = checkpointed(block, x_NCHW) if self.checkpoints and self.training else block(x_NCHW)
+            if self.checkpoints and self.training:
+                x_NCHW = checkpoint(block, x_NCHW, use_reentrant=False, context_fn=partial(_contexts, block))
+            else:
+                x_NCHW = block(x_NCHW)
         return x_NCHW
 
 
-@contextmanager
-def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    """BatchNorm uses the batch's statistics, but leaves running statistics as they are."""
-    norms = [module for module in block.modules() if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None]
-    before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms if norm.num_batches_tracked is not None]
-    for norm in norms:
-        norm.momentum = 0.0
-    try:
-        yield
-    finally:
-        for norm, (momentum, count) in zip(norms, before, strict=True):
-            norm.momentum = momentum
-            assert norm.num_batches_tracked is not None
-            norm.num_batches_tracked.copy_(count)
+class _FrozenStatistics(AbstractContextManager[None]):
+    """Inside the block, BatchNorm uses the batch's statistics, but leaves running statistics as they are. It can be entered
+    again, because each backward pass recomputes the activations."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+        self.before: list[tuple[float | None, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self.before = [(norm.momentum, norm.num_batches_tracked) for norm in self.norms]
+        for norm in self.norms:
+            norm.momentum, norm.num_batches_tracked = 0.0, None
+
+    def __exit__(self, *error: object) -> None:
+        for norm, (momentum, count) in zip(self.norms, self.before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Of the forward pass and of each recomputation."""
+    return nullcontext(), _FrozenStatistics(block)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor, nn
 
@@ -9,20 +11,20 @@ from san.ops import library
 from san.ops.tracing import is_traced
 
 
-def check_map(x: Tensor, layer: nn.Conv2d, name: str) -> None:
-    """Checks the input of a module whose first layer is `layer`.
+def check_map(x: Tensor, layer: nn.Module, name: str) -> None:
+    """Checks the input of a module whose first layer is `layer`, unless another kind of layer has replaced it.
 
     Raises:
         ValueError: `x` is not [N, C, H, W] with the layer's number of channels, dtype and device.
     """
-    if is_traced(x):
+    if is_traced(x) or not isinstance(layer, nn.Conv2d):
         return
     if x.dim() != 4 or x.shape[1] != layer.in_channels:
         raise ValueError(f"{name} must have shape [N, {layer.in_channels}, H, W], not {list(x.shape)}")
     weight = layer.weight
     if x.device != weight.device:
         raise ValueError(f"{name} is on {x.device}, but the model is on {weight.device}; move one to the other")
-    if x.dtype != weight.dtype and not _is_cast(x):
+    if x.dtype != weight.dtype and not (x.is_floating_point() and _is_autocast(x.device.type)):
         raise ValueError(f"{name} is {x.dtype}, but the model is {weight.dtype}; convert one of them")
 
 
@@ -42,7 +44,12 @@ def specialize(x_NCHW: Tensor) -> None:
             comptime.force_static(width)
 
 
-def is_autocast(device: str) -> bool:
+def full_precision(device: str) -> AbstractContextManager[object]:
+    """Turns autocast off inside the block."""
+    return torch.autocast(device, enabled=False) if _is_autocast(device) else nullcontext()
+
+
+def _is_autocast(device: str) -> bool:
     """Whether autocast is on for a device type, written so that torch.compile can trace it before torch 2.13, too."""
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
@@ -50,8 +57,3 @@ def is_autocast(device: str) -> bool:
 @library.constant
 def _has_autocast(device: str) -> bool:
     return torch.amp.is_autocast_available(device)
-
-
-def _is_cast(x: Tensor) -> bool:
-    """Whether autocast converts `x`."""
-    return x.is_floating_point() and is_autocast(x.device.type)

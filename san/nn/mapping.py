@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from san.nn.norm import affine_of, convolve, forget, is_plain, is_pointwise, norm_relu, reused, tensors_of, uses_batch
+from san.nn.inputs import full_precision
+from san.nn.norm import affine_of, convolve, is_plain, is_pointwise, norm_relu, reused, tensors_of, uses_batch
 from san.ops import fused as kernels
 from san.ops.functional import fuses
 
@@ -107,11 +108,8 @@ class Gamma(nn.Sequential):
         def mapping() -> tuple[Tensor, ...]:
             return self._pair_mapping(maps, kernel_size, to)
 
-        if any(map(uses_batch, norms)):
-            forget(self)
-            norm, weight1, shift2, weight2 = mapping()
-        else:
-            norm, weight1, shift2, weight2 = reused(self, [*self._tensors()], (wide, to, *(x.eps for x in norms)), mapping)
+        options, fresh = (wide, to, *(norm.eps for norm in norms)), any(map(uses_batch, norms))
+        norm, weight1, shift2, weight2 = reused(self, [*self._tensors()], options, mapping, fresh)
         return kernels.pair_weights(*maps[:2], norm, weight1, shift2, weight2, kernel_size, maps.products).to(dtype)
 
     def _pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -132,8 +130,9 @@ class Gamma(nn.Sequential):
 
         def statistics() -> tuple[Tensor, Tensor]:
             mean, covariance = kernels.pair_covariance(center, around, norm, kernel_size, products)
-            mean = torch.mv(weight1, mean)
-            return mean if bias is None else mean + bias, torch.mm(weight1, covariance).mul(weight1).sum(1)
+            with full_precision(center.device.type):
+                mean, var = torch.mv(weight1, mean), torch.mm(weight1, covariance).mul(weight1).sum(1)
+            return mean if bias is None else mean + bias, var
 
         mean, scale, shift = affine_of(norm2, values, wide, statistics).unbind()
         if bias is not None:
@@ -155,11 +154,7 @@ class Gamma(nn.Sequential):
         def affine() -> tuple[Tensor]:
             return (affine_of(norm1, N * H * W, wide, lambda: kernels.patch_statistics(center, around, kernel_size)),)
 
-        if uses_batch(norm1):
-            forget(norm1)
-            (norm,) = affine()
-        else:
-            (norm,) = reused(norm1, tensors_of(norm1), (wide, norm1.eps), affine)
+        (norm,) = reused(norm1, tensors_of(norm1), (wide, norm1.eps), affine, fresh=uses_batch(norm1))
         weight, bias = self._rows(2, K, around.is_cuda)
         u_NEHW = kernels.patch_linear(center, around, norm, weight.to(dtype if dtype.itemsize == 2 else wide), kernel_size)
         u_NEHW = (u_NEHW if bias is None else u_NEHW + bias[:, None, None]).to(dtype)

@@ -82,15 +82,22 @@ _reused: WeakKeyDictionary[nn.Module, _Reused] = WeakKeyDictionary()
 
 
 def reused(
-    layer: nn.Module, tensors: Sequence[Tensor | None], options: Hashable, compute: Callable[[], tuple[Tensor, ...]]
+    layer: nn.Module,
+    tensors: Sequence[Tensor | None],
+    options: Hashable,
+    compute: Callable[[], tuple[Tensor, ...]],
+    fresh: bool = False,
 ) -> tuple[Tensor, ...]:
     """compute(), which depends only on `tensors` and `options`; in evaluation it runs again only after one of them has changed.
 
-    A write through `Tensor.data` is not noticed, but every pass in training calls `forget`.
+    A write through `Tensor.data` is not noticed, but passes with gradients, and those with `fresh` because the value depends on
+    the batch, make the next call compute the value.
     """
     sources = [x for x in tensors if x is not None]
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in sources)
-    if learns or torch.compiler.is_compiling() or any(x.is_inference() for x in sources):
+    if fresh or (torch.is_grad_enabled() and any(x.requires_grad for x in sources)):
+        forget(layer)
+        return compute()
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in sources):
         return compute()
     if sources[0].is_cuda:
         if torch.cuda.is_current_stream_capturing():  # replays of the graph must follow the weights
@@ -127,7 +134,8 @@ def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
     """act(norm(x)), where `act` is a ReLU or what replaced it. Ordinary layers run fused on channels-last float32 maps."""
     if isinstance(norm, nn.BatchNorm2d) and _fuses_norm_relu(norm, act, x_NCHW):
         return _fused_norm_relu(norm, x_NCHW)
-    return activate(act, norm(x_NCHW), in_place=_owns_its_output(norm))
+    # A plain norm's output may be overwritten: no hook can have kept it, and it is not x itself.
+    return activate(act, norm(x_NCHW), in_place=is_plain(norm, nn.BatchNorm2d, nn.SyncBatchNorm))
 
 
 def _fuses_norm_relu(norm: nn.BatchNorm2d, act: nn.Module, x_NCHW: Tensor) -> bool:
@@ -155,11 +163,6 @@ def _fused_norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
 def _require_several(values: int) -> None:
     if values == 1:
         raise ValueError("training BatchNorm needs more than 1 value per channel; use a larger batch, image or footprint")
-
-
-def _owns_its_output(norm: nn.Module) -> bool:
-    """Whether the norm's output may be overwritten: no hook can have kept it, and it is not x itself."""
-    return is_plain(norm, nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def activate(act: nn.Module, x_NCHW: Tensor, in_place: bool) -> Tensor:

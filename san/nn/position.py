@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
 from san import ops
-from san.nn.inputs import is_autocast
+from san.nn.inputs import full_precision
 from san.nn.mapping import PairMaps
-from san.nn.norm import forget, is_plain, reused
+from san.nn.norm import is_plain, reused
 from san.ops.tracing import is_traced, leaf
 
 CHANNELS = 2
@@ -74,11 +74,8 @@ class Position(nn.Module):
         def positions() -> tuple[Tensor, ...]:
             return self.row.difference(self.features(maps.center))
 
-        if self.training or not is_plain(self.linear, nn.Conv2d):
-            forget(self)
-            positions_12HW = positions()
-        else:
-            positions_12HW = reused(self, (self.linear.weight, self.linear.bias), size, positions)
+        fresh = self.training or not is_plain(self.linear, nn.Conv2d)
+        positions_12HW = reused(self, (self.linear.weight, self.linear.bias), size, positions, fresh)
         # Joined as [N, H, W, channels]: maps stay channels-last, because `cat` is told the format by neither of its inputs.
         center, around = (
             torch.cat((x.permute(0, 2, 3, 1), p.expand(len(x), -1, -1, -1).permute(0, 2, 3, 1)), 3).permute(0, 3, 1, 2)
@@ -95,23 +92,15 @@ class Position(nn.Module):
 
     def features(self, like_NRHW: Tensor) -> Tensor:
         """p of every pixel, [1, 2, H, W], in float32 or float64."""
-        if is_traced(like_NRHW):
+        if is_traced(like_NRHW) or self.linear.weight.dtype != (dtype := torch.promote_types(like_NRHW.dtype, torch.float32)):
             return _projected(like_NRHW, self.linear.weight, self.linear.bias)
-        device = like_NRHW.device.type
-        if is_autocast(device):
-            with torch.autocast(device, enabled=False):
-                return self._features(like_NRHW)
-        return self._features(like_NRHW)
-
-    def _features(self, like_NRHW: Tensor) -> Tensor:
-        dtype = torch.promote_types(like_NRHW.dtype, torch.float32)
-        if self.linear.weight.dtype == dtype:
+        with full_precision(like_NRHW.device.type):
             return self.linear(coordinates(like_NRHW, dtype))
-        return _projected(like_NRHW, self.linear.weight, self.linear.bias)
 
 
 @leaf
 def _projected(like_NRHW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     assert bias is not None, "p is an affine map"
     dtype = torch.promote_types(like_NRHW.dtype, torch.float32)
-    return conv2d(coordinates(like_NRHW, dtype), weight.to(dtype), bias.to(dtype))
+    with full_precision(like_NRHW.device.type):
+        return conv2d(coordinates(like_NRHW, dtype), weight.to(dtype), bias.to(dtype))

@@ -176,7 +176,6 @@ def _kernels_chosen(device: str) -> bool:
     """A compiled graph keeps the choice that was made while tracing. Exported and traced graphs must also run without `san`."""
     if torch.compiler.is_exporting() or torch._C._is_tracing() or _backend.get() == "reference" or _is_transformed():
         return False
-    library.load()
     return library.runs_on(device)
 
 

@@ -76,7 +76,9 @@ def test_included_network_is_trained_small_and_described(name: str) -> None:
 @every_network
 def test_pretrained_model_with_own_classes_and_as_backbone(name: str) -> None:
     model = san.create_model(name, pretrained=True)
-    maps = san.create_model(name, pretrained=True, features_only=True)(IMAGES)
+    backbone = san.create_model(name, pretrained=True, features_only=True)
+    assert backbone.pretrained_cfg == model.pretrained_cfg and backbone.num_classes == 0
+    maps = backbone(IMAGES)
     torch.testing.assert_close(model.forward_features(IMAGES), maps[-1])
     own = san.create_model(name, 3, pretrained=True)
     assert own(IMAGES).shape == (2, 3)

@@ -69,9 +69,19 @@ def test_reset_classifier_changes_the_classes(name: str, tmp_path: Path) -> None
     assert changed == [key for key in after if key.startswith(("head.", "fc."))]
     assert {value.dtype for value in after.values() if value.is_floating_point()} == {torch.bfloat16}
     assert (model.num_classes, tuple(model.float()(IMAGES).shape)) == (3, (1, 3))
+    assert not any(module.training for module in model.modules())
     san.save_checkpoint(model, tmp_path / "a.pt")
     loaded = san.load_checkpoint(tmp_path / "a.pt")
     assert loaded.num_classes == 3 and torch.equal(loaded(IMAGES), model(IMAGES))
+
+
+@every_kind
+def test_first_layer_can_be_replaced(name: str) -> None:
+    model = san.create_model(name, 10, **SMALL).eval()
+    first = "conv1" if name == "resnet26" else "stem"
+    before = model(IMAGES)
+    model.add_module(first, nn.Sequential(model.get_submodule(first)))
+    torch.testing.assert_close(model(IMAGES), before)
 
 
 def test_reset_classifier_restores_a_removed_head() -> None:

@@ -25,3 +25,6 @@ def test_checkpoints_change_neither_gradients_nor_statistics(name: str) -> None:
     torch.testing.assert_close(gradients(saving, x_NCHW), gradients(model, x_NCHW))
     torch.testing.assert_close(dict(saving.named_buffers()), dict(model.named_buffers()))
     assert all(buffer is buffers[key] for key, buffer in saving.named_buffers())
+    total = saving(x_NCHW).square().sum()
+    twice = [torch.autograd.grad(total, list(saving.parameters()), retain_graph=True) for _ in range(2)]
+    torch.testing.assert_close(*twice)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import san
 from san import ops
@@ -62,6 +63,12 @@ def train_with_data(attention: nn.Module, x_NCHW: Tensor) -> None:
     attention.eval()
 
 
+def train_frozen_norms_with_data(attention: nn.Module, x_NCHW: Tensor) -> None:
+    attention(x_NCHW).square().sum().backward()  # in evaluation mode, with gradients
+    for parameter in attention.parameters():
+        parameter.data.mul_(0.9)
+
+
 def recalibrate(attention: nn.Module, x_NCHW: Tensor) -> None:
     """torch's own BatchNorm changes running statistics without counting it as a write to them."""
     with torch.no_grad(), ops.backend("unfused"):
@@ -82,7 +89,7 @@ def move_positions(attention: nn.Module, x_NCHW: Tensor) -> None:
 
 CHANGES = (
     *(train_a_step, load, replace_data, change_a_running_mean, replace_a_norm, train_with_data),
-    *(recalibrate, change_eps, move_positions),
+    *(train_frozen_norms_with_data, recalibrate, change_eps, move_positions),
 )
 
 
@@ -100,6 +107,28 @@ def test_evaluation_notices_every_change(kind: str, change: Callable[[nn.Module,
             theirs = attention(x_NCHW)
     assert not torch.allclose(before, ours)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_statistics_are_not_computed_in_half_types() -> None:
+    """Neither would the variance of correlated channels be accurate, nor do the kernels take a mean of another type."""
+    attention, x_NCHW = layer("pairwise")
+    attention.train()
+    with torch.autocast("cpu", dtype=torch.bfloat16), Products() as products:
+        attention(x_NCHW)
+    assert products.dtypes == {torch.float32}
+
+
+class Products(TorchDispatchMode):
+    """Collects the types of the square matrices in products, which only the statistics have: covariances."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default and args[1].shape[0] == args[1].shape[1]:
+            self.dtypes.add(args[1].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 @every_kind

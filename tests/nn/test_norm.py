@@ -243,7 +243,7 @@ def test_other_convolutions_are_called(change: str) -> None:
     assert len(called) == (2 if change == "a hook" else 0)
 
 
-@pytest.mark.parametrize("change", ["recalibrated", "written through data", "eps"])
+@pytest.mark.parametrize("change", ["recalibrated", "written through data", "written through data with a frozen norm", "eps"])
 def test_folded_norm_notices_changes(change: str) -> None:
     conv, norm, x_NCHW = layers()
     with torch.no_grad():
@@ -253,7 +253,8 @@ def test_folded_norm_notices_changes(change: str) -> None:
         elif change == "eps":
             norm.eps = 0.5
         else:
-            conv_norm_relu(conv, norm.train(), nn.ReLU(), x_NCHW)
+            with torch.enable_grad():
+                conv_norm_relu(conv, norm if "frozen" in change else norm.train(), nn.ReLU(), x_NCHW)
             conv.weight.data.mul_(2)
         norm.eval()
         torch.testing.assert_close(conv_norm_relu(conv, norm, nn.ReLU(), x_NCHW), norm(conv(x_NCHW)).relu())
