@@ -54,13 +54,18 @@ def pooled(rows: Iterable[Sequence[float]]) -> Spread | None:
     return Spread(math.sqrt(squares / freedom), freedom) if squares > 0 else None
 
 
-def of_difference(better: Sequence[float], worse: Sequence[float], spread: Spread | None) -> Interval | None:
-    """The interval of a difference of means by Student's t with a pooled spread. None without a spread, and if either row has
-    fewer than two values."""
-    if spread is None or min(len(better), len(worse)) < 2:
+def of_difference(
+    rows: tuple[Sequence[float], Sequence[float]], spreads: tuple[Spread | None, Spread | None]
+) -> Interval | None:
+    """The interval of the difference of two means, given the pooled spread of the rows that vary like each of them. By
+    Student's t if that is the same spread, else with Welch's degrees of freedom (doi:10.1093/biomet/34.1-2.28). None without
+    spreads, and if either row has fewer than two values."""
+    first, second = spreads
+    if first is None or second is None or min(map(len, rows)) < 2:
         return None
-    difference = statistics.fmean(better) - statistics.fmean(worse)
-    return Interval(difference, _quantile(spread.freedom) * spread.deviation * math.sqrt(1 / len(better) + 1 / len(worse)))
+    one, two = first.deviation**2 / len(rows[0]), second.deviation**2 / len(rows[1])
+    freedom = (one + two) ** 2 / (one**2 / first.freedom + two**2 / second.freedom) if first != second else first.freedom
+    return Interval(statistics.fmean(rows[0]) - statistics.fmean(rows[1]), _quantile(freedom) * math.sqrt(one + two))
 
 
 def in_words(mean: float, values: Sequence[float], half_width: float | None, form: str = ".1f") -> str:
@@ -71,7 +76,7 @@ def in_words(mean: float, values: Sequence[float], half_width: float | None, for
     return f"{text} ({', '.join(format(value, form) for value in values)})" if len(values) == 2 else text
 
 
-def _quantile(freedom: int) -> float:
+def _quantile(freedom: float) -> float:
     from scipy import stats  # type: ignore[import-untyped, unused-ignore]
 
     return float(stats.t.ppf((1 + LEVEL) / 2, freedom))

@@ -38,6 +38,11 @@ class Section:
         """The paper's name of it."""
         return str(self.grid_run.grid.table)
 
+    @property
+    def models(self) -> dict[str, str]:
+        """The name of each row's model."""
+        return {trial.row: trial.config.model.name for trial in self.grid_run.trials}
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -63,23 +68,27 @@ def section_of(grid_run: GridRun, results: Mapping[str, Result]) -> Section:
     return Section(grid_run, results, table_rows(grid_run, results))
 
 
-def spread_of(sections: Sequence[Section]) -> Spread | None:
-    """The standard deviation between seeds, from all rows; a model in several tables counts once."""
-    by_trials = {}
+def spreads_of(sections: Sequence[Section]) -> dict[str, Spread | None]:
+    """The standard deviation between seeds for each name of a model, such as `san10_pairwise`, from all rows with this model; a
+    row that is in several tables counts once."""
+    by_model: dict[str, dict[frozenset[str], Sequence[float]]] = {}
     for section in sections:
         finished = finished_trials(section.grid_run.trials, section.results)
+        models = section.models
         for row in section.rows:
-            by_trials[frozenset(trial.key for trial, _ in finished if trial.row == row.id)] = row.top1_by_seed
-    return interval.pooled(by_trials.values())
+            keys = frozenset(trial.key for trial, _ in finished if trial.row == row.id)
+            by_model.setdefault(models[row.id], {})[keys] = row.top1_by_seed
+    return {model: interval.pooled(rows.values()) for model, rows in by_model.items()}
 
 
-def findings(section: Section, spread: Spread | None) -> list[Finding]:
+def findings(section: Section, spreads: Mapping[str, Spread | None]) -> list[Finding]:
     """The paper's orderings of a section, in the order of its claims."""
-    result, rows = [], {row.id: row for row in section.rows}
+    result, rows, models = [], {row.id: row for row in section.rows}, section.models
     for claim in paper_claims()[section.table]:
         better, worse = rows[claim.better], rows[claim.worse]
         assert better.paper_top1 is not None and worse.paper_top1 is not None, "every row of an ablation table has a top-1"
-        gap = interval.of_difference(better.top1_by_seed, worse.top1_by_seed, spread)
+        pair = spreads[models[better.id]], spreads[models[worse.id]]
+        gap = interval.of_difference((better.top1_by_seed, worse.top1_by_seed), pair)
         result.append(Finding(claim, better.paper_top1 - worse.paper_top1, gap))
     return result
 
@@ -90,8 +99,8 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
     The sections are of one profile; `train_images` and `val_images` are the sizes of its data.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    files, spread = [path], spread_of(sections)
-    page = [_header(sections, spread, train_images, val_images), _summary(sections, spread)]
+    files, spreads = [path], spreads_of(sections)
+    page = [_header(sections, spreads, train_images, val_images), _summary(sections, spreads)]
     for section in sections:
         grid, trials = section.grid_run.grid, section.grid_run.trials
         page += [f"## {section.table.capitalize()}", grid.question]
@@ -99,12 +108,12 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
             files.append(path.with_name(f"study-{section.table}.png"))
             save_plot(grid.plot, trials, section.rows, grid.question, files[-1])
             page.append(f"![{grid.question} Our results next to those in the paper]({files[-1].name})")
-        page += [grid_table(section.rows, ACCURACY).markdown(), _orderings(findings(section, spread))]
+        page += [grid_table(section.rows, ACCURACY).markdown(), _orderings(findings(section, spreads))]
     path.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return files
 
 
-def _header(sections: Sequence[Section], spread: Spread | None, train_images: int, val_images: int) -> str:
+def _header(sections: Sequence[Section], spreads: Mapping[str, Spread | None], train_images: int, val_images: int) -> str:
     trials = [trial for section in sections for trial in section.grid_run.trials]
     first, seeds = trials[0], len({trial.seed for trial in trials})
     config = first.config
@@ -117,7 +126,8 @@ def _header(sections: Sequence[Section], spread: Spread | None, train_images: in
     distinct = {trial.key for trial in trials}
     lacking = len(distinct) - len(speeds)
     missing = f" {lacking} of {len(distinct)} distinct trials have not been trained yet." if lacking else ""
-    estimate = "" if spread is None else f" ({spread.deviation:.2f} points, {spread.freedom} degrees of freedom)"
+    known = [f"{spread.deviation:.2f} points for {model}" for model, spread in spreads.items() if spread]
+    estimate = f" ({', '.join(known)})" if known else ""
     text = f"""\
 This study repeats the controlled experiments in the paper on small images. `san study --profile {first.profile} --seeds
 {seeds}` trains the missing trials and rewrites this page.{missing}
@@ -128,12 +138,12 @@ the last epoch. Training the {len(speeds)} distinct trials took {hours:.1f} hour
 interruptions; each trial used {hardware}. Rows with the same model in several tables share their runs.
 
 **How to read the results.** The value after `±` is half the width of a 95% confidence interval over seeds by Student's t.
-For a gap between two rows, the standard deviation between seeds is estimated from all rows together, because two rows with
-few seeds say little about it{estimate}; this assumes that it is the same for all rows. The interval covers the randomness
-of training, but not the choice of images. An ordering in the paper is *confirmed* if the whole interval of our gap is above
-0, *reversed* if it is below 0, and *inconclusive* otherwise; it is *open* until both rows have two seeds. By chance alone,
-about one interval in twenty misses the true gap; this is most likely for an interval that ends near 0. Where the paper says
-"much better", we test only "better". Where the paper calls settings similar, we test no ordering.
+For a gap between two rows, the standard deviation between seeds is estimated from all rows with the same kind of network,
+because two rows with few seeds say little about it{estimate}. The interval covers the randomness of training, but not the
+choice of images. An ordering in the paper is *confirmed* if the whole interval of our gap is above 0, *reversed* if it is
+below 0, and *inconclusive* otherwise; it is *open* until both rows have two seeds. By chance alone, about one interval in
+twenty misses the true gap; this is most likely for an interval that ends near 0. Where the paper says "much better", we test
+only "better". Where the paper calls settings similar, we test no ordering.
 
 **Limits.** The models have only {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint,
 so footprints differ only in later stages. The last feature map is {config.data.size >> stages} pixels wide, so the larger
@@ -149,8 +159,8 @@ def _dataset(data: DataConfig) -> str:
     return names.get(name, name)
 
 
-def _summary(sections: Sequence[Section], spread: Spread | None) -> str:
-    orderings = [(section.table, finding) for section in sections for finding in findings(section, spread)]
+def _summary(sections: Sequence[Section], spreads: Mapping[str, Spread | None]) -> str:
+    orderings = [(section.table, finding) for section in sections for finding in findings(section, spreads)]
     text = sum(finding.claim.source == "text" for _, finding in orderings)
     count = (
         f"The study tests {len(orderings)} orderings: {text} from the text of the paper and {len(orderings) - text} only from "

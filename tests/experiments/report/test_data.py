@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy import stats
 
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.expand import GRIDS_DIR
@@ -98,11 +99,14 @@ def test_interval_of_a_difference() -> None:
     spread = interval.pooled([better, worse, [50.0], []])
     assert spread is not None  # variances 1 and 4 with two degrees of freedom each
     assert (spread.deviation, spread.freedom) == (pytest.approx(2.5**0.5), 4)
-    found = interval.of_difference(better, worse, spread)
+    found = interval.of_difference((better, worse), (spread, spread))
     assert found is not None
     assert found.middle == pytest.approx(4.0)
     assert found.half_width == pytest.approx(2.77645 * (2.5 * 2 / 3) ** 0.5, abs=1e-3)
-    assert interval.of_difference([50.0], worse, spread) is None
+    assert interval.of_difference(([50.0], worse), (spread, spread)) is None
+    unlike = interval.of_difference((better, worse), (interval.pooled([better]), interval.pooled([worse])))
+    theirs = stats.ttest_ind(better, worse, equal_var=False).confidence_interval()
+    assert unlike is not None and (unlike.low, unlike.high) == (pytest.approx(theirs.low), pytest.approx(theirs.high))
     assert interval.pooled([[92.0, 92.0], [91.0, 91.0]]) is None  # equal values do not prove certainty
 
 

@@ -9,7 +9,7 @@ from experiments.grids.expand import GRIDS_DIR
 from experiments.grids.request import GridRequest
 from experiments.paper.tables import Claim, paper_claims, paper_rows
 from experiments.report.interval import Interval, pooled
-from experiments.report.study import Finding, Section, findings, section_of, spread_of, write_study
+from experiments.report.study import Finding, Section, findings, section_of, spreads_of, write_study
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking import Result
 
@@ -61,7 +61,7 @@ def test_findings_compare_the_seeds_of_two_rows(tmp_path: Path) -> None:
     section = invented(opened("position", tmp_path), tops)
     assert {row.id: list(row.top1_by_seed) for row in section.rows} == tops
     assert [row.seeds for row in section.rows] == [3, 3, 1]
-    absolute, relative, drop = findings(section, spread_of([section]))
+    absolute, relative, drop = findings(section, spreads_of([section]))
     assert (absolute.claim.better, absolute.claim.worse) == ("pairwise_absolute", "pairwise_none")
     assert absolute.paper_gap == pytest.approx(74.7 - 72.3)
     assert absolute.gap is not None and absolute.gap.middle == pytest.approx(-2.5)
@@ -73,7 +73,8 @@ def test_a_model_in_two_tables_counts_once_in_the_spread(tmp_path: Path) -> None
     shared, other = [80.0, 81.0], [60.0, 64.0]
     mapping = invented(opened("mapping", tmp_path), {"pairwise_LRL": shared, "patchwise_L": other})
     footprint = invented(opened("footprint", tmp_path), {"pairwise_7": shared})
-    assert spread_of([mapping, footprint]) == spread_of([mapping]) == pooled([shared, other])
+    assert spreads_of([mapping, footprint])["san10_pairwise"] == spreads_of([mapping])["san10_pairwise"] == pooled([shared])
+    assert spreads_of([mapping])["san10_patchwise"] == pooled([other])
 
 
 def test_page_has_every_table_and_finding(tmp_path: Path) -> None:
@@ -87,12 +88,12 @@ def test_page_has_every_table_and_finding(tmp_path: Path) -> None:
     files = write_study(sections, path, train_images=600, val_images=360)
     assert files == [path, *(path.with_name(f"study-{table}.png") for table in tables)]
     assert all(file.stat().st_size > 1000 for file in files)
-    page, found, spread = path.read_text(), [], spread_of(sections)
+    page, found, spreads = path.read_text(), [], spreads_of(sections)
     for section in sections:
         assert f"## {section.table.capitalize()}\n\n{section.grid_run.grid.question}\n\n![" in page
         assert f"](study-{section.table}.png)" in page
         assert all(f"| {row} | {printed.top1} | " in page for row, printed in paper_rows(section.table).items())
-        for finding in findings(section, spread):
+        for finding in findings(section, spreads):
             found.append(finding.verdict)
             cells = (finding.claim.claim, finding.claim.source, finding.verdict, f"{finding.paper_gap:+.1f}")
             assert f"| {' | '.join(cells)} | " in page
