@@ -98,4 +98,4 @@ def full_disk() -> Iterator[None]:
 
 
 def without_times(history: Iterable[Epoch]) -> list[tuple[float, ...]]:
-    return [astuple(replace(epoch, images_per_second=0.0, wait_share=0.0)) for epoch in history]
+    return [astuple(replace(epoch, images_per_second=0.0, wait_share=0.0, ended=0)) for epoch in history]

@@ -26,7 +26,7 @@ def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
     driver = Driver(
         SMALL_GRID,
         tmp_path / "runs",
-        ["recipe.epochs=3", "recipe.batch_size=64", "data.train_per_class=20", "--only", "resnet26_3"],
+        ["recipe.epochs=30", "recipe.batch_size=64", "--only", "resnet26_3"],
         {MARK: str(tmp_path)},
     )
     driver.wait_for("_3 starts")
@@ -34,7 +34,7 @@ def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
     driver.wait_for(rf"restarting Ray \(1 of {LIMIT}\); finished epochs are kept")
     assert driver.finish() == 0, driver.said
     assert "Traceback" not in driver.said
-    assert "1/1 done] resnet26_3 finished" in driver.said and "epoch 3/3" in driver.said
+    assert "1/1 done] resnet26_3 finished" in driver.said and "epoch 30/30" in driver.said
     wait_until_gone(str(tmp_path))
 
 
