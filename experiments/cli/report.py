@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import shutil
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -35,7 +38,7 @@ def print_report(grid_run: GridRun, results: Mapping[str, Result]) -> tuple[list
         files = []
     for file in files:
         retry(functools.partial(grid_run.workspace.store.upload, file))
-    click.echo(f"browse the runs: {grid_run.request.with_runs('san ui')}", err=True)
+    click.echo(f"browse the runs: {grid_run.request.with_runs(f'{_command()} ui')}", err=True)
     return files, print_unfinished(grid_run, results)
 
 
@@ -126,3 +129,10 @@ def _confusions(grid_run: GridRun, results: Mapping[str, Result], rows: Collecti
         if one is not None:
             by_row[trial.row] = by_row[trial.row] + one if trial.row in by_row else one
     return by_row
+
+
+def _command() -> str:
+    """How to call `san` in this shell: `make demo` does not activate the environment."""
+    beside = Path(sys.executable).parent / "san"
+    on_path = shutil.which("san")
+    return "san" if on_path and Path(on_path).resolve() == beside.resolve() else os.path.relpath(beside)
