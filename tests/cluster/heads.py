@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.cluster.test_signals import MARK, marked
+from tests.cluster.test_supervision import MARK, marked
 from tests.experiments.drivers import PATIENCE, clean_environment
 from tests.experiments.servers import free_port
 

@@ -23,7 +23,7 @@ from experiments.runner.grid_run import open_grid_run
 from experiments.runs.workspace import Workspace
 from experiments.training.trainer import run_trial
 from tests.cluster.functions import Memory
-from tests.cluster.test_signals import AGENTS, MARK, wait_until_gone
+from tests.cluster.test_supervision import AGENTS, MARK, wait_until_gone
 from tests.experiments.conftest import SMALL_GRID, WriteGrid
 from tests.experiments.drivers import Driver
 from tests.experiments.samples import logged_epochs

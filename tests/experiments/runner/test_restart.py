@@ -9,7 +9,7 @@ import pytest
 
 from experiments.runner.restart import LIMIT, RESTARTS
 from tests.cluster.heads import ray_head
-from tests.cluster.test_signals import MARK, marked, wait_until_gone
+from tests.cluster.test_supervision import MARK, marked, wait_until_gone
 from tests.experiments.conftest import SMALL_GRID
 from tests.experiments.drivers import PATIENCE, Driver
 from tests.experiments.servers import free_port

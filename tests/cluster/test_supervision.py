@@ -1,4 +1,4 @@
-"""Signals to a driver that has started a local cluster."""
+"""The end of Ray, and processes that outlive their driver."""
 
 import os
 import subprocess
