@@ -302,7 +302,7 @@ def failure(log: Path) -> BuildError:
     first = next(
         (line for line in lines if re.search(r"\b(error|fatal|cannot|undefined)\b", line)), "the compiler printed no error"
     )
-    return BuildError(f"compilation failed: {first.strip()}; the full log is {log}")
+    return BuildError(f"compilation failed: {first.strip()}; `python -m cuda_ext.build` tries again; the full log is {log}")
 
 
 def digest() -> str:
@@ -315,8 +315,11 @@ def digest() -> str:
     return state.hexdigest()[:16]
 
 
-def libraries() -> dict[str, Path | BuildError]:
-    """By part, its library in the cache, built now if it is not there yet, or why there is none."""
+def libraries(retry: bool = False) -> dict[str, Path | BuildError]:
+    """By part, its library in the cache, built now if it is not there yet, or why there is none.
+
+    A build that failed is only repeated with `retry`, because it can take minutes.
+    """
     folder = Path(os.environ.get("SAN_CACHE", Path.home() / ".cache" / "san")) / f"ext-{digest()}"
     built: dict[str, Path | BuildError] = {}
     wanted: dict[str, tuple[Path, Toolchain]] = {}
@@ -337,7 +340,7 @@ def libraries() -> dict[str, Path | BuildError]:
         except BuildError as error:
             built[part] = error
     if wanted:
-        built |= _build_once(folder, wanted)
+        built |= _build_once(folder, wanted, retry)
     for part in built:
         others = sorted(folder.glob(f"{part}-*.so"), key=lambda path: path.stat().st_mtime)
         if isinstance(built[part], BuildError) and others:
@@ -345,8 +348,8 @@ def libraries() -> dict[str, Path | BuildError]:
     return built if refusal is None else built | {"cuda": BuildError(refusal)}
 
 
-def _build_once(folder: Path, wanted: dict[str, tuple[Path, Toolchain]]) -> dict[str, Path | BuildError]:
-    """Builds parts that no other process has built, or failed to build, while this one waited for it."""
+def _build_once(folder: Path, wanted: dict[str, tuple[Path, Toolchain]], retry: bool) -> dict[str, Path | BuildError]:
+    """Builds parts that no process has built or failed to build; with `retry`, failures before now do not count."""
     built: dict[str, Path | BuildError] = {}
     start = time.time()
     try:
@@ -355,7 +358,7 @@ def _build_once(folder: Path, wanted: dict[str, tuple[Path, Toolchain]]) -> dict
                 log = library.with_suffix(".log")
                 if library.exists():
                     built[part] = library
-                elif log.exists() and log.stat().st_mtime > start:
+                elif log.exists() and (not retry or log.stat().st_mtime > start):
                     built[part] = failure(log)
                 else:
                     built[part] = _build_aloud(part, library, toolchain)
@@ -418,10 +421,10 @@ def toolchains() -> dict[str, str]:
 
 
 def main() -> None:
-    """Builds what is missing. Fails if a part cannot be built; the CUDA part may be missing unless SAN_CUDA is 1."""
+    """Builds what is missing, even if it failed before. Fails if a part cannot be built; the CUDA part may be missing unless SAN_CUDA is 1."""
     insists_on_cuda = os.environ.get("SAN_CUDA", "auto") not in ("auto", "0")
     failed = False
-    for part, library in libraries().items():
+    for part, library in libraries(retry=True).items():
         if isinstance(library, Path):
             print(library)
         elif part != "cuda" or insists_on_cuda or cuda_refusal() is None:  # no message on machines where nobody expects CUDA

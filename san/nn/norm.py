@@ -91,13 +91,13 @@ def reused(
     """compute(), which depends only on `tensors` and `options`; in evaluation it runs again only after one of them has changed.
 
     A write through `Tensor.data` is not noticed, but passes with gradients, and those with `fresh` because the value depends on
-    the batch, make the next call compute the value.
+    the batch, make the next call compute the value. Compiled passes always compute it, and do not touch what is remembered.
     """
     sources = [x for x in tensors if x is not None]
+    if torch.compiler.is_compiling() or any(x.is_inference() for x in sources):
+        return compute()
     if fresh or (torch.is_grad_enabled() and any(x.requires_grad for x in sources)):
         forget(layer)
-        return compute()
-    if torch.compiler.is_compiling() or any(x.is_inference() for x in sources):
         return compute()
     if sources[0].is_cuda:
         if torch.cuda.is_current_stream_capturing():  # replays of the graph must follow the weights
@@ -119,7 +119,8 @@ def reused(
 
 def forget(layer: nn.Module) -> None:
     """Makes the next `reused` of this layer compute its value."""
-    _reused.pop(layer, None)
+    if not torch.compiler.is_compiling():  # a graph would depend on every layer that has a value
+        _reused.pop(layer, None)
 
 
 def tensors_of(norm: nn.BatchNorm2d) -> tuple[Tensor | None, ...]:

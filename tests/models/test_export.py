@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import san
 from san.ops.functional import Backend
@@ -52,6 +53,26 @@ def test_compiles_to_one_graph(which: str) -> None:
     torch.compiler.reset()
     model = made(which)
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(IMAGES), model(IMAGES))
+
+
+def test_is_not_compiled_again_after_another_model_was_deleted() -> None:
+    """Evaluated layers remember folded weights, and training forgets them."""
+    torch.compiler.reset()
+    graphs: list[fx.GraphModule] = []
+
+    def counted(graph: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    model, other = made("pairwise"), made("resnet")
+    with torch.no_grad():
+        other(IMAGES)
+    compiled = torch.compile(model.train(), fullgraph=True, backend=counted)
+    compiled(IMAGES)
+    del other
+    gc.collect()
+    compiled(IMAGES)
+    assert len(graphs) == 1
 
 
 def results(model: nn.Module, images: Tensor) -> list[Tensor]:
