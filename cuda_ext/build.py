@@ -421,7 +421,7 @@ def toolchains() -> dict[str, str]:
 
 
 def main() -> None:
-    """Builds what is missing, even if it failed before. Fails if a part cannot be built; the CUDA part may be missing unless SAN_CUDA is 1."""
+    """Builds what is missing, also what failed before. Fails if a part cannot be built, the CUDA part only if SAN_CUDA is 1."""
     insists_on_cuda = os.environ.get("SAN_CUDA", "auto") not in ("auto", "0")
     failed = False
     for part, library in libraries(retry=True).items():

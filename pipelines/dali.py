@@ -80,7 +80,6 @@ class Encoded(NamedTuple):
 
     images: Any
     """DALI's tensors."""
-    bytes_N: list[int]
     sizes_N2: NDArray[np.int64]
     """(height, width) in pixels."""
     unended_N: NDArray[np.bool_]
@@ -95,7 +94,7 @@ def read(pipeline: Any) -> Encoded:
     """
     encoded, shapes, first, last = pipeline.run()
     unended_N = (first.as_array() == (0xFF, 0xD8)).all(axis=1) & (last.as_array() != (0xFF, 0xD9)).any(axis=1)
-    return Encoded(encoded, [count for (count,) in encoded.shape()], np.array(shapes.as_array())[:, :2], unended_N)
+    return Encoded(encoded, np.array(shapes.as_array())[:, :2], unended_N)
 
 
 def decoding_pipeline(

@@ -158,7 +158,6 @@ class Loader:
         def batches() -> Iterator[tuple[Any, ...]]:
             for indices in parts:
                 encoded = pipelines.read()
-                self.dataset.require_sizes(indices.tolist(), encoded.bytes_N)
                 self._require_complete(indices[encoded.unended_N])
                 crops = self._crops(number, indices, encoded.sizes_N2)
                 yield encoded.images, *(crops if on_gpu else visible_region(crops, self.transform.size))
@@ -236,8 +235,8 @@ class Loader:
 
     def _unusable(self, broken: Broken) -> DataError:
         return DataError(
-            f"{self.dataset.name_of(broken.index)}: cannot use this image: {broken.reason}; replace or remove the image, "
-            f"or {self.dataset.rebuild_hint}"
+            f"{self.dataset.name_of(broken.index)}: cannot use this image: {broken.reason}; replace or remove it, or leave it "
+            "out: run `san data check` on the folder, then `san data split` or `san data pack` if you use them"
         )
 
 

@@ -145,11 +145,9 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
     from experiments.runner.progress import counting
     from pipelines import DataError
     from pipelines.datasets.check import check as check_images
-    from pipelines.datasets.dataset import skipped_files
     from pipelines.datasets.manifest import list_path, write_list
 
     broken = []
-    others = [] if dataset.packed else skipped_files(dataset.root, dataset.split)
     if dataset.shards is not None:
         with counting(f"{dataset.split}: checksums of shards", None, "shards") as count:
             for name, problem in dataset.shards.damaged(workers):
@@ -162,13 +160,7 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
             count(number, f", {len(images)} broken")
     images.sort(key=lambda one: one.index)
     broken += [{"path": dataset.name_of(one.index), "reason": one.reason} for one in images]
-    result = {
-        "split": dataset.split,
-        "packed": dataset.packed,
-        "images": len(dataset),
-        "broken": broken,
-        "skipped_files": others,
-    }
+    result = {"split": dataset.split, "packed": dataset.packed, "images": len(dataset), "broken": broken}
     if dataset.packed:
         return result | {"list": None, "digest": dataset.digest()}
     path = list_path(lists, dataset.split)
@@ -178,29 +170,16 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
         old = f"; the existing {path} stays in use" if path.exists() else ""
         return result | {"list": None, "digest": None, "problem": f"{str(error).rstrip('.')}{old}"}
     write_list(path, sound.paths, sound.sizes)
-    stale = _still_naming({dataset.paths[one.index] for one in images}, lists) if dataset.split == "train" else []
-    return result | {"list": str(path), "digest": sound.digest(), "stale": stale}
-
-
-def _still_naming(broken: set[str], lists: Path) -> list[str]:
-    """Lists of `san data split` that contain broken images and must be regenerated."""
-    from pipelines.datasets.dataset import PARTS_OF
-    from pipelines.datasets.manifest import list_path, read_list
-
-    existing = [path for path in (list_path(lists, name) for name in PARTS_OF) if path.exists()]
-    return [str(path) for path in existing if not broken.isdisjoint(read_list(path).paths)]
+    return result | {"list": str(path), "digest": sound.digest()}
 
 
 def _sentence(result: dict[str, Any]) -> str:
     broken = len(result["broken"])
     text = f"{result['split']}: {result['images']} images{' in shards' if result['packed'] else ''}, {broken or 'none'} broken"
-    if others := result["skipped_files"]:
-        text += f"; skipped {len(others)} non-image {'file' if len(others) == 1 else 'files'}, for example {others[0]}"
     if problem := result.get("problem"):
         return f"{text}; no list written: {problem}"
     listed = f"; valid images are listed in {result['list']}" if result["list"] else ""
-    stale = f"; run `san data split` again: {', '.join(old)} lists broken images" if (old := result.get("stale")) else ""
-    return f"{text}{listed}; digest {result['digest']}{stale}"
+    return f"{text}{listed}; digest {result['digest']}"
 
 
 @data.command()
@@ -219,13 +198,12 @@ def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bo
     Example: san data split /data/imagenet --per-class 50
     """
     from pipelines import Dataset
-    from pipelines.datasets.manifest import list_path, require_listable, require_writable, write_list
+    from pipelines.datasets.manifest import list_path, require_writable, write_list
 
     known = lists if lists is not None and lists.is_dir() else None
     parts = Dataset.open(root, "train", known).hold_out(per_class, seed)
     paths = {name: list_path(lists or root, name) for name in ("train-split", "val-split")}
-    for part, path in zip(parts, paths.values(), strict=True):
-        require_listable(part.paths)
+    for path in paths.values():
         require_writable(path)
     results = []
     for (name, path), part in zip(paths.items(), parts, strict=True):

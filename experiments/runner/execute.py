@@ -77,6 +77,7 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> 
     start, store = time.monotonic(), grid_run.workspace.store
     on_this_machine = is_local(address)
     restart = Restart(grid_run, missing.values(), on_this_machine)
+    print_status("starting Ray on this machine" if on_this_machine else "joining the Ray cluster")
     with session(address, restart) as resources, alone() if on_this_machine else nullcontext(True) as is_alone:
         if not is_alone:
             print_status(

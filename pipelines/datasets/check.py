@@ -24,7 +24,6 @@ from pipelines.errors import DataError
 
 AT_ONCE = 16
 """Images that are sent to a process at a time."""
-UNLISTABLE = "the file name contains a line break, which image lists cannot store; rename the file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +51,8 @@ def check(dataset: Dataset, workers: int) -> Iterator[tuple[int, list[Broken]]]:
         DataError: a process could not be started or was ended; the message names the images that were being decoded.
     """
     _Decoder()  # Fail now if DALI cannot be loaded.
-    unlistable = [index for index, path in enumerate(dataset.paths) if "\n" in path]
-    if unlistable:
-        yield len(unlistable), [Broken(index, UNLISTABLE) for index in unlistable]
-    indices = sorted(set(range(len(dataset))).difference(unlistable))
-    pieces = (indices[begin : begin + AT_ONCE] for begin in range(0, len(indices), AT_ONCE))
-    pool = ProcessPoolExecutor(min(workers, -(-len(indices) // AT_ONCE) or 1), get_context("spawn"), _begin)
+    pieces = (range(len(dataset))[begin : begin + AT_ONCE] for begin in range(0, len(dataset), AT_ONCE))
+    pool = ProcessPoolExecutor(min(workers, -(-len(dataset) // AT_ONCE)), get_context("spawn"), _begin)
     running: dict[Future[list[Broken]], Sequence[int]] = {}
     try:
         while True:
@@ -116,9 +111,7 @@ class _Decoder:
         try:
             encoded = source.read()
         except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                return f"cannot read this file ({error.strerror})"
-            return "broken symbolic link" if os.path.islink(source.file) else "missing file"
+            return f"cannot read this file ({error.strerror})"
         if not encoded:
             return "empty file"
         try:

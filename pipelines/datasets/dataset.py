@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import stat
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +57,7 @@ class Dataset:
     labels: Sequence[int] = field(repr=False)
     """Index of the class for each path."""
     sizes: Sequence[int] = field(repr=False)
-    """Bytes of each file when it was listed; 0 for a broken link."""
+    """Bytes of each file when it was listed."""
     offsets: Sequence[int] = field(default=(), repr=False)
     """Start of each packed image in `shards`."""
     shards: Shards | None = field(default=None, repr=False, compare=False)
@@ -85,7 +84,7 @@ class Dataset:
     def scan(cls, root: Path | str, split: str) -> "Dataset":
         """Lists the JPEG and PNG files in `root/split/<class>/` and its subfolders, except those whose names begin with a dot.
 
-        Symbolic links are followed. A broken link counts as a file that cannot be decoded.
+        Symbolic links are followed.
 
         Raises:
             DataError: the folder or the split cannot be read, there are no class folders, or one contains no images.
@@ -196,28 +195,6 @@ class Dataset:
         file, offset = self.shards.find(self.offsets[index])
         return Source(str(file), offset, self.sizes[index])
 
-    def require_sizes(self, indices: Iterable[int], sizes: Iterable[int]) -> None:
-        """Raises DataError if files changed their sizes (bytes) since they were listed, because the digest would be wrong."""
-        for index, size in zip(indices, sizes, strict=True):
-            if size != self.sizes[index]:
-                raise DataError(
-                    f"{self.name_of(index)}: {size} bytes, but {self.sizes[index]} when the file was listed; "
-                    f"restore the old file, or {self.rebuild_hint}"
-                )
-
-    @property
-    def rebuild_hint(self) -> str:
-        """For messages: how to exclude an image from this dataset."""
-        if self.packed:
-            return "run `san data check` on the source folder, then pack the folder again"
-        check = f"run `san data check {self.root}`"
-        again = (
-            f" and `san data split {self.root}` again"
-            if self.split in PARTS_OF
-            else ", which leaves such images out of the list"
-        )
-        return f"{check}{again} (if you set data.lists, add --lists)"
-
     def name_of(self, index: int) -> str:
         """For messages: the path of an image, or its shard, its name in the shard and its original name."""
         if self.shards is None:
@@ -319,21 +296,6 @@ class Dataset:
         )
 
 
-def skipped_files(root: Path, split: str) -> list[str]:
-    """Files that `Dataset.scan` skips, relative to `root`: those next to class folders, then those not named like images.
-
-    Raises:
-        DataError: a folder cannot be read.
-    """
-    with _readable(root):
-        with os.scandir(root / split) as entries:
-            skipped = [sorted(f"{split}/{entry.name}" for entry in entries if not os.path.isdir(entry.path))]
-        for name in _class_names(root / split):
-            files = _files(root / split / name, f"{split}/{name}/")
-            skipped.append(sorted(path for path, entry in files if not _named_as_image(entry.name)))
-    return [path for paths in skipped for path in paths]
-
-
 def _hashes(paths: Paths, seed: int) -> NDArray[np.uint64]:
     """A number for each path `split/class/image` that depends only on the seed, the class and the name of the image."""
     prefix = encode(f"{seed}/")
@@ -406,33 +368,16 @@ def _class_names(folder: Path) -> list[str]:
 
 def _images(folder: Path) -> list[tuple[str, int]]:
     """Names and sizes in bytes, sorted by name. Names of files in subfolders contain the subfolder."""
-    found = [(name, _size(entry)) for name, entry in _files(folder) if _named_as_image(entry.name)]
-    return sorted((name, size) for name, size in found if size is not None)
+    found = []
+    for inside, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = [os.path.join(inside, name) for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
+        found += [(path[len(str(folder)) + 1 :], os.path.getsize(path)) for path in paths]
+    return sorted(found)
 
 
-def _files(folder: Path, prefix: str = "", above: tuple[str, ...] = ()) -> Iterator[tuple[str, "os.DirEntry[str]"]]:
-    """The files of a folder and its subfolders with their names in it, except those in hidden subfolders. A link to one of the
-    folders above it, which would never end, counts as a file."""
-    above = (*above, os.path.realpath(folder))
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if _named_as_image(entry.name) or not entry.is_dir() or os.path.realpath(entry.path) in above:
-                yield prefix + entry.name, entry
-            elif not entry.name.startswith("."):
-                yield from _files(Path(entry.path), f"{prefix}{entry.name}/", above)
-
-
-def _named_as_image(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
-
-
-def _size(entry: os.DirEntry[str]) -> int | None:
-    """Size in bytes; 0 for a broken link, None if the entry is not a regular file."""
-    try:
-        status = entry.stat()
-    except OSError:
-        return 0
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
+def _raise(error: OSError) -> NoReturn:
+    raise error
 
 
 def _require_images(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None:

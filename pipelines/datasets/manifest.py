@@ -87,16 +87,6 @@ def digest(paths: Iterable[str], sizes: Iterable[int]) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def require_listable(paths: Iterable[str]) -> None:
-    """Raises DataError if a list cannot store a name."""
-    for path in paths:
-        if "\n" in path:
-            raise DataError(
-                f"{path!r}: this file name contains a line break, which image lists cannot store; "
-                "rename the file, or leave it out with `san data check`"
-            )
-
-
 def require_writable(path: Path) -> None:
     """Creates the folder of a list. Raises DataError if the list could not be written."""
     try:
@@ -117,7 +107,6 @@ def write_list(path: Path, paths: Sequence[str], sizes: Sequence[int]) -> None:
     Raises:
         DataError: a name contains a line break, the file cannot be written, or another kind of file exists.
     """
-    require_listable(paths)
     require_writable(path)
     write_whole(path, [f"{HEADER}{digest(paths, sizes)}", *(f"{row}\t{size}" for row, size in zip(paths, sizes, strict=True))])
 
@@ -156,10 +145,11 @@ def write_whole(path: Path, lines: Sequence[str]) -> None:
     """Writes a temporary file and renames it once it is on the disk.
 
     Raises:
-        DataError: the file cannot be written.
+        DataError: the name of an image contains a line break, or the file cannot be written.
     """
+    if broken := [line for line in lines if "\n" in line]:
+        raise DataError(f"{broken[0]!r}: this file name contains a line break; rename the file")
     text = "\n".join([*lines, ""])
-    assert text.count("\n") == len(lines), "callers reject names with line breaks"
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

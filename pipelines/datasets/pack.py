@@ -11,7 +11,6 @@ from io import BytesIO
 from pathlib import Path
 
 from pipelines.datasets.dataset import Dataset
-from pipelines.datasets.manifest import require_listable
 from pipelines.datasets.shards import BLOCK, Shard, index_path, read_index, sha256_of, write_index
 from pipelines.errors import DataError
 
@@ -36,7 +35,6 @@ def pack(dataset: Dataset, out: Path, shard_bytes: int, workers: int) -> Iterato
         DataError: the name of an image contains a line break; an image cannot be read or has changed since it was listed;
             `out` cannot be written, is too small, or contains other shards of this split; another process is packing there.
     """
-    require_listable(dataset.paths)
     plan = _plan(dataset, shard_bytes)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -112,11 +110,12 @@ def _write(dataset: Dataset, out: Path, plan: list[range], workers: int) -> Iter
                 for index, offset in zip(piece, offsets, strict=True)
             ]
             yield Packed(shards[number], len(piece), kept=False)
-        for path in paths:
-            os.replace(path, out / path.name)
         numbers = range(len(plan))
         all_rows = [row for number in numbers for row in rows[number]]
-        write_index(index_path(out, dataset.split), [shards[number] for number in numbers], all_rows)
+        index = index_path(unfinished, dataset.split)
+        write_index(index, [shards[number] for number in numbers], all_rows)
+        for path in (*paths, index):
+            os.replace(path, out / path.name)
     finally:
         stopped.set()
         pool.shutdown(cancel_futures=True)

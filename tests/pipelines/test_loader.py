@@ -265,15 +265,6 @@ def test_error_names_a_truncated_jpeg_for_crops_above_the_missing_part(tmp_path:
             list(one.epoch(epoch))
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_error_names_a_changed_image(colours: Path, split: str) -> None:
-    one = loader(colours, split)
-    with open(one.dataset.root / one.dataset.paths[5], "ab") as file:
-        file.write(b"more")
-    with pytest.raises(DataError, match=rf"{one.dataset.paths[5]}: \d+ bytes, but \d+ when"):
-        list(one.epoch(0))
-
-
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     """Records the decoding pipelines."""
