@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from experiments.evaluation.protocol import TITLES
 from experiments.report import interval
 from experiments.report.data import Measurement, TableRow, has_small_networks
-
-LATEX = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"},
-}
-"""Replacements for characters that LaTeX treats specially or that older versions lack."""
-LONG = 30
-"""Columns with longer cells wrap in LaTeX."""
 
 
 class Column(NamedTuple):
@@ -87,36 +77,15 @@ class Table:
         return "\n".join("| " + " | ".join(row) + " |" for row in (self.rows[0], rule, *self.rows[1:]))
 
     def latex(self) -> str:
-        """A tabular for the package booktabs. Long cells wrap, except in the first `words` columns."""
-        is_long = [max(map(len, column)) > LONG for column in zip(*self.rows, strict=True)]
-        forms = ["l" if index < self.words else "p{4cm}" if long else "r" for index, long in enumerate(is_long)]
-        body = [r"\toprule", *_latex_headings(self.rows[0]), r"\midrule", *map(_latex_row, self.rows[1:]), r"\bottomrule"]
-        begin = rf"\begin{{tabular}}{{{''.join(forms)}}}"
-        return "\n".join([r"% needs \usepackage{booktabs}", begin, *body, r"\end{tabular}"])
+        """A tabular for the package booktabs. What `paper` and `ours` have in common is a heading above them."""
+        import pandas as pd  # takes half a second
 
-
-def _latex_headings(headings: Sequence[str]) -> list[str]:
-    """Puts a common heading above neighbors such as `top-1 paper` and `top-1 ours`, so that the table fits on a page."""
-    parts = [name.rpartition(" ")[::2] if name.endswith((" paper", " ours")) else ("", name) for name in headings]
-    groups = [(what, len(list(members))) for what, members in groupby(what for what, _ in parts)]
-    if not any(what and count > 1 for what, count in groups):
-        return [_latex_row(headings)]
-    above, rules, first = [], [], 1
-    for what, count in groups:
-        above += [rf"\multicolumn{{{count}}}{{c}}{{{_escape_latex(what)}}}"] if what else [""] * count
-        rules += [rf"\cmidrule(lr){{{first}-{first + count - 1}}}"] if what else []
-        first += count
-    return [" & ".join(above) + r" \\", "".join(rules), _latex_row([own for _, own in parts])]
-
-
-def _latex_row(cells: Sequence[str]) -> str:
-    return " & ".join(map(_escape_latex, cells)) + r" \\"
-
-
-def _escape_latex(cell: str) -> str:
-    """Escapes a cell. A lone `-` becomes a dash, and one before a digit a minus sign."""
-    text = "".join(LATEX.get(letter, letter) for letter in cell)
-    return "--" if cell == "-" else re.sub(r"^-(?=\d)", "$-$", text)
+        headings = [name.rpartition(" ")[::2] if name.endswith((" paper", " ours")) else ("", name) for name in self.rows[0]]
+        has_groups = any(above for above, _ in headings)
+        columns = pd.MultiIndex.from_tuples(headings) if has_groups else pd.Index(self.rows[0])
+        forms = "l" * self.words + "r" * (len(columns) - self.words)
+        frame = pd.DataFrame(self.rows[1:], columns=columns)
+        return frame.to_latex(index=False, escape=True, column_format=forms, multicolumn_format="c").rstrip()
 
 
 def grid_table(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS) -> Table:

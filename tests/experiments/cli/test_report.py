@@ -53,7 +53,7 @@ def test_report_command_prints_every_format_and_rejects_mistakes(
     """Formats other than text write no files, and neither does a mistake."""
     finished_job()
     report = ("report", tmp_path / "invented.yaml", "--runs", tmp_path / "runs")
-    for form, start in (("markdown", "| row | top-1 paper |"), ("latex", "% needs"), ("csv", "id,paper_top1,top1")):
+    for form, start in (("markdown", "| row | top-1 paper |"), ("latex", "\\begin{tabular}"), ("csv", "id,paper_top1,top1")):
         _, out, _ = run_san(*report, "--seeds", "2", "--format", form)
         assert out.startswith(start) and "pairwise" in out
     nowhere, page = tmp_path / "nowhere" / "page.html", tmp_path / "page.html"
