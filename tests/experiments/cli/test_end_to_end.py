@@ -37,26 +37,25 @@ def start(tmp_path: Path) -> Iterator[Callable[[], Driver]]:
         yield lambda: drivers.enter_context(Driver(SMALL_GRID, tmp_path / "runs", OVERRIDES, {MARK: str(tmp_path)}))
 
 
-def test_grid_resumes_after_kill_and_interrupt(start: Callable[[], Driver], tmp_path: Path) -> None:
-    killed = start()
-    killed.wait_for("pairwise_3 starts")
-    killed.wait_for("resnet26_3 starts")  # two trials at the same time
-    killed.wait_for("finished in")
-    os.kill(killed.process.pid, signal.SIGKILL)
-    killed.finish()
-    wait_until_gone(str(tmp_path), AGENTS)
-
-    interrupted = start()
-    interrupted.wait_for(r"\w+ starts")
-    assert re.search(r"3 trials, [12] already finished", interrupted.said)
-    os.killpg(interrupted.process.pid, signal.SIGINT)
-    assert interrupted.finish() == 1
-    assert "Run the same command again to resume" in interrupted.said
-    assert "Traceback" not in interrupted.said
-    wait_until_gone(str(tmp_path))
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["Ctrl-C", "kill"])
+def test_grid_resumes(is_killed: bool, start: Callable[[], Driver], tmp_path: Path) -> None:
+    first = start()
+    first.wait_for("pairwise_3 starts")
+    first.wait_for("resnet26_3 starts")  # two trials at the same time
+    first.wait_for("finished in")
+    if is_killed:
+        os.kill(first.process.pid, signal.SIGKILL)
+        first.finish()
+    else:
+        os.killpg(first.process.pid, signal.SIGINT)
+        assert first.finish() == 1
+        assert "Run the same command again to resume" in first.said
+        assert "Traceback" not in first.said
+    wait_until_gone(str(tmp_path), AGENTS if is_killed else ())
 
     last = start()
     assert last.finish() == 0, last.said
+    assert re.search(r"3 trials, [12] already finished", last.said)
     grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs"))
     epochs = logged_epochs(grid_run)
     assert sorted(row for row, _, _ in epochs) == ["pairwise_3", "patchwise_3", "resnet26_3"]

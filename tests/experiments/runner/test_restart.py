@@ -21,7 +21,8 @@ def kill(process: str, mark: Path) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("process", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
 def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
     driver = Driver(
         SMALL_GRID,
