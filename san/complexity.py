@@ -157,11 +157,8 @@ PAPER_COUNTS: Counts = {
     "san::dot": _dot,
     "san::aggregation": lambda args, out: out.numel() * args[2] ** 2,
 }
-# Counted in addition inside scalar attention: phi_i^T psi_j and phi_i^T r_{j-i}.
-SCALAR_COUNTS: Counts = {
-    "san::dot": lambda args, out: args[0].numel() * args[2] ** 2,
-    "aten::bmm": lambda args, out: out.numel() * args[0].shape[2],
-}
+# Counted inside scalar attention: phi_i^T psi_j, and as much for phi_i^T r_{j-i}.
+SCALAR_COUNTS: Counts = {"san::dot": lambda args, out: 2 * args[0].numel() * args[2] ** 2}
 
 
 class _PaperCounter(TorchDispatchMode):

@@ -28,7 +28,7 @@ ONLY_IN = {
     "sklearn": "pipelines/datasets/digits.py",
     "matplotlib": ("experiments/report/plots.py", "experiments/report/attention_plot.py"),
     "jinja2": "experiments/report/html.py",
-    "pandas": ("experiments/report/trial_table.py", "experiments/__init__.py"),
+    "pandas": ("experiments/report/tables.py", "experiments/report/trial_table.py", "experiments/__init__.py"),
     "rich": "experiments/runner/progress.py",
     "boto3": "experiments/runs/bucket.py",
     "botocore": "experiments/runs/bucket.py",

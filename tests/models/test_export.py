@@ -33,6 +33,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet": ("resnet26", {}),
 }
 every_model = pytest.mark.parametrize("which", MODELS)
+EVERYDAY = ("pairwise", "patchwise", "scalar", "resnet")
+each_kind = pytest.mark.parametrize(
+    "which", [which if which in EVERYDAY else pytest.param(which, marks=pytest.mark.slow) for which in MODELS]
+)
+"""All models, of which only one of each kind is tested every day, because compilers and exporters take seconds."""
 
 
 def made(which: str, size: dict[str, Any] = SMALL) -> nn.Module:
@@ -48,7 +53,7 @@ def made(which: str, size: dict[str, Any] = SMALL) -> nn.Module:
 IMAGES = torch.randn(3, 3, 24, 28, generator=torch.Generator().manual_seed(1))
 
 
-@every_model
+@each_kind
 def test_compiles_to_one_graph(which: str) -> None:
     torch.compiler.reset()
     model = made(which)
@@ -113,9 +118,7 @@ DYNAMIC = {0: torch.export.Dim("N"), 2: torch.export.Dim("H", min=16), 3: torch.
 OTHER_SIZES = [torch.randn(size, generator=torch.Generator().manual_seed(2)) for size in ((3, 3, 16, 40), (1, 3, 33, 17))]
 
 
-@pytest.mark.parametrize(
-    "which", [which if which in ("pairwise", "patchwise") else pytest.param(which, marks=pytest.mark.slow) for which in MODELS]
-)
+@each_kind
 def test_exports_without_our_operators_for_any_size(which: str) -> None:
     model = made(which)
     program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(DYNAMIC,))
@@ -158,7 +161,7 @@ def test_onnxruntime_gives_the_same_numbers_at_any_size(which: str, opset: int, 
     check_onnx(path, model)
 
 
-@every_model
+@each_kind
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:Constant folding")
 def test_traces_and_legacy_onnx_files_need_no_kernels(which: str, tmp_path: Path) -> None:
     model, path = made(which), tmp_path / "model.onnx"

@@ -32,7 +32,9 @@ OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=64")
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[], Driver]]:
+def start(tmp_path: Path, empty_database: Path) -> Iterator[Callable[[], Driver]]:
+    (tmp_path / "runs").mkdir()
+    shutil.copy(empty_database, tmp_path / "runs" / "mlflow.db")  # creating one takes seconds
     with ExitStack() as drivers:
         yield lambda: drivers.enter_context(Driver(SMALL_GRID, tmp_path / "runs", OVERRIDES, {MARK: str(tmp_path)}))
 
