@@ -48,7 +48,15 @@ HEADINGS = {
 
 
 class _Commands(click.Group):
-    """Lists its commands under headings."""
+    """Lists its commands under headings, and after an unknown command that is like none of them."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchCommand as error:
+            if not error.possibilities:
+                error.message += f" Choose from: {', '.join(self.commands)}."
+            raise
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands))
@@ -275,7 +283,7 @@ def submit(request: GridRequest, names: tuple[str, ...], wait: bool, address: st
 
 
 def main() -> None:
-    """Runs the command. User errors are printed without a traceback, and SIGTERM, which schedulers send, acts like Ctrl-C."""
+    """Runs the command. User errors are printed without a traceback, and SIGTERM to this process acts like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Imports create half a million permanent objects. Garbage collection among them took a third of the time of `san plan`.
     gc.set_threshold(50_000)

@@ -30,7 +30,7 @@ def print_report(grid_run: GridRun, results: Mapping[str, Result]) -> tuple[list
     and whether all trials are finished."""
     forms = tables(grid_run, results)
     print(f"\n{caption(grid_run)}\n\n{forms['text']}\n", flush=True)
-    folder = grid_run.workspace.runs / grid_run.report_name
+    folder = grid_run.workspace.runs / grid_run.full_name
     try:
         files = _write_files(grid_run, results, forms, folder)
     except OSError as error:

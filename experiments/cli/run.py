@@ -35,7 +35,7 @@ def run(grid_run: GridRun, address: str | None) -> bool:
     files, complete = print_report(grid_run, results)
     try:
         prepare(grid_run)
-        grid_run.tracker.log_report(files, complete and grid_run.wanted == grid_run.trials)
+        grid_run.tracker.log_report(files, grid_run.suffix[1:] or None, complete and grid_run.wanted == grid_run.trials)
     except TrackerError as error:
         click.echo(f"the report in MLflow was not updated: {error}", err=True)
     return complete

@@ -83,7 +83,10 @@ _SPECS: dict[tuple[ModelSpec, str], ModelSpec] = {}
 def _fields(spec: type[ModelSpec]) -> dict[str, TypeAdapter[Any]]:
     """The validator of each field of a kind of spec."""
     hints = {field.name: typing.get_type_hints(spec)[field.name] for field in dataclasses.fields(spec)}
-    return {field: TypeAdapter(hint if hint is str else Annotated[hint, NUMBERS]) for field, hint in hints.items()}
+    any_type = ConfigDict(arbitrary_types_allowed=True)  # such as that of a parameter of a user's model
+    return {
+        field: TypeAdapter(hint if hint is str else Annotated[hint, NUMBERS], config=any_type) for field, hint in hints.items()
+    }
 
 
 def is_module(name: object) -> bool:

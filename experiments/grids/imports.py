@@ -67,6 +67,6 @@ def _import(file: SourceFile, path: Path) -> None:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         loader.exec_module(module)
-    except Exception as error:  # any: it is not our code
+    except (Exception, SystemExit) as error:  # any: it is not our code
         del sys.modules[name]
         raise UserError(f"{path}: cannot be imported ({type(error).__name__}: {error})") from error

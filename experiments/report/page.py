@@ -163,7 +163,8 @@ def _plot_section(report: GridReport) -> Section | None:
 
 def _cost_section(report: GridReport) -> Section | None:
     charts = cost_charts(report)
-    note = "Up and to the left is better. Intervals without an end mark are cut off. Hover over a point for details."
+    cut = "Intervals without an end mark are cut off. " if _has(report.rows, "top1_half_width") else ""
+    note = f"Up and to the left is better. {cut}Hover over a point for details."
     note += _limit_note(report, "labels, where there is room")
     return Section("Accuracy and cost", charts, _family_styles(report), note) if charts else None
 
@@ -201,7 +202,7 @@ def _results_table(report: GridReport) -> HtmlTable:
             groups.setdefault(GROUPS.get(column.group, column.group), []).append(column)
     notes = [SPREAD] * _has(rows, "top1_half_width")
     notes += [NO_DIFFERENCE] * (_has(rows, "paper_top1") and not _has(rows, "difference"))
-    caption = "Paper and ours" if _has(rows, "paper_top1") else "Ours"
+    caption = "Paper and ours" if _has(rows, "paper_top1") else "Results"
     counts = COUNTS.format("full-size" if report.grid_run.grid.table else "trained")
     body = {row.id: [row] * len(groups) for row in rows}
     return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, counts], "not finished")
@@ -221,7 +222,7 @@ def _protocol_table(measurements: Sequence[Measurement]) -> HtmlTable:
         bodies.setdefault(one.condition, {})[one.row] = [by_cell.get((one.condition, one.row, number)) for number in groups]
     notes = [f"{SPREAD} {DROP_SPREAD}"] * _has(measurements, "half_width")
     notes += [NO_DIFFERENCE] * (_has(measurements, "paper") and not _has(measurements, "difference"))
-    caption = f"{'Paper and ours' if _has(measurements, 'paper') else 'Ours'}, by condition"
+    caption = f"{'Paper and ours' if _has(measurements, 'paper') else 'Results'}, by condition"
     titled = {f"{TITLES[number]}, %": columns for number, columns in groups.items()}
     return HtmlTable("Table of results by condition", caption, titled, bodies, notes, "not measured")
 

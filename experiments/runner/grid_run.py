@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 LONGEST_SUFFIX = 100
-"""Letters of the overrides in the name of a folder."""
+"""Letters of the overrides in a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class GridRun:
     workspace: Workspace
 
     @property
-    def full_name(self) -> str:
-        """Name of the grid's parent run in MLflow and of its claim."""
-        return f"{self.name}-{self.profile}"
-
-    @property
     def changes(self) -> tuple[str, ...]:
         """The overrides that can change trials."""
         return tuple(text for text in self.request.overrides if re.match(r"(model|data|recipe)\b", text))
 
     @property
-    def report_name(self) -> str:
-        """Name of the report's folder, as in `footprint-digits+recipe.lr=0.2`."""
+    def suffix(self) -> str:
+        """The changes as part of a file name, as in `+recipe.lr=0.2`; empty without changes."""
         whole = "+".join(["", *self.changes])
         short = re.sub(r"[^A-Za-z0-9_.=,+-]+", "-", whole)[:LONGEST_SUFFIX]
-        return self.full_name + (short if short == whole else f"{short}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}")
+        return short if short == whole else f"{short}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
+
+    @property
+    def full_name(self) -> str:
+        """Name of the claim and of the report's folder, as in `footprint-digits+recipe.lr=0.2`."""
+        return f"{self.name}-{self.profile}{self.suffix}"
 
     @property
     def wanted(self) -> tuple[Trial, ...]:

@@ -152,12 +152,12 @@ class Tracker:
         with usable(self.uri):
             TrialRun(self.uri, self.client, run_id).add(values)
 
-    def log_report(self, files: Iterable[Path], complete: bool) -> None:
-        """Uploads report files to the parent run, and ends this run."""
+    def log_report(self, files: Iterable[Path], folder: str | None, complete: bool) -> None:
+        """Uploads report files to the parent run, into a folder of its artifacts if one is named, and ends this run."""
         with usable(self.uri):
             run_id = self._require_parent().info.run_id
             for file in files:
-                self.client.log_artifact(run_id, str(file))
+                self.client.log_artifact(run_id, str(file), folder)
             self.client.set_terminated(run_id, status="FINISHED" if complete else "FAILED")
 
     def _experiment(self) -> Experiment:

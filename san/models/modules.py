@@ -71,13 +71,18 @@ class ModuleModel(BaseModel):
 
 
 def module_spec(name: str, function: Build) -> ModuleSpec:
-    """The spec of a model that a function builds. Raises ValueError if a parameter lacks a default or a type hint."""
-    hints, settings = get_type_hints(function), []
+    """The spec of a model that a function or a class builds. Raises ValueError if a parameter lacks a default or a type hint, or
+    if they are no plain values."""
+    hints, settings = get_type_hints(function.__init__ if inspect.isclass(function) else function), []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in SIZES:
             continue
         if parameter.default is parameter.empty or parameter.name not in hints:
             raise ValueError(f"model {name!r}: its parameter {parameter.name} needs a type hint and a default")
+        if not isinstance(parameter.default, bool | int | float | str | tuple | None):
+            raise ValueError(
+                f"model {name!r}: the default of its parameter {parameter.name} must be a number, a text, a tuple or None"
+            )
         settings.append((parameter.name, hints[parameter.name], field(default=parameter.default)))
     kind = make_dataclass(
         "RegisteredSpec",

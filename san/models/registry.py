@@ -58,13 +58,15 @@ def _registered(name: str) -> ModelSpec:
 
 
 def register_model(name: str) -> Callable[[F], F]:
-    """Decorator that adds a function as a model: `create_model(name)`, and rows of grids with `model: {name: NAME}`.
+    """Decorator that adds a function, or a subclass of `nn.Module`, as a model: `create_model(name)`, and rows of grids with
+    `model: {name: NAME}`.
 
     The function receives `num_classes` and `in_channels` as keyword arguments and returns a module: images [N, in_channels, H,
-    W] to logits [N, num_classes]. Its other parameters need defaults and type hints; each is a field that grids can change.
+    W] to logits [N, num_classes]. Its other parameters need type hints and plain values as defaults; each is a field that grids
+    can change.
 
     Raises:
-        ValueError: a network of this package has that name, or a parameter lacks a default or a type hint.
+        ValueError: a network of this package has that name, or a parameter lacks a plain default or a type hint.
     """
 
     def register(function: F) -> F:

@@ -308,7 +308,7 @@ class Episode:
 
     def table(self) -> str:
         with patch.dict(os.environ, self.environment):
-            title = open_grid_run(GridRequest(GRID, "digits", tuple(self.overrides), self.place)).report_name
+            title = open_grid_run(GridRequest(GRID, "digits", tuple(self.overrides), self.place)).full_name
         return self.last_file(title, "table.csv").decode()
 
     def weights(self) -> Mapping[str, torch.Tensor] | None:

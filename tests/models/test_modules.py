@@ -45,6 +45,19 @@ def test_registered_model_is_built_counted_and_stored_like_the_others(tmp_path: 
     torch.testing.assert_close(loaded(images_NCHW), logits_NC)
 
 
+def test_a_class_is_registered_like_a_function() -> None:
+    @san.register_model("net")
+    class Net(nn.Module):
+        def __init__(self, num_classes: int, in_channels: int = 3, width: int = 4) -> None:
+            super().__init__()
+            self.layer = nn.Linear(in_channels * width, num_classes)
+
+        def forward(self, x_NCHW: Tensor) -> Tensor:
+            return self.layer(x_NCHW[:, :, :1, : self.layer.in_features // x_NCHW.shape[1]].flatten(1))
+
+    assert san.create_model("net", 10, width=5)(torch.randn(2, 3, 8, 8)).shape == (2, 10)
+
+
 def test_file_of_a_model_that_is_not_registered_says_so(tmp_path: Path) -> None:
     san.register_model("tiny")(tiny)
     san.save_checkpoint(san.create_model("tiny", 10), tmp_path / "tiny.pt")

@@ -159,6 +159,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("run {grid} resources.workers=2 recipe.batch_size=1", ["batch"]),
         ("plan {grid} --runs {files}/a.txt", ["a.txt", "--runs"]),
         ("pln {grid}", ["Did you mean 'plan'?"]),
+        ("trian {grid}", ["'trian'", "Choose from: ", "run"]),
         ("run {grid} data.root=/proc/x", ["/proc/x", "data.root"]),
         ("data prepare digits {files}/a.txt/x", ["a.txt/x"]),
         ("data prepare digits --from {files}/a.txt", ["--from"]),

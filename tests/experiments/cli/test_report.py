@@ -37,7 +37,7 @@ def test_overrides_that_change_trials_are_part_of_the_names(write_grid: WriteGri
     def title(*overrides: str) -> str:
         grid_run = open_grid_run(GridRequest(path, "digits", overrides, tmp_path))
         assert all((text in caption(grid_run)) == (text.split(".")[0] in ("data", "recipe")) for text in overrides)
-        return grid_run.report_name
+        return grid_run.full_name
 
     plain, longest = title(), [f"data.mean=[0.{number:0120d}, 0.5, 0.5]" for number in (1, 2)]
     assert title("resources.workers=2", "engine.deterministic=true") == plain

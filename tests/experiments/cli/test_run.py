@@ -92,7 +92,9 @@ def reported_in_mlflow(grid_run: GridRun) -> tuple[str, dict[str, str]]:
     """The state of a grid's parent run, and the text of its files by name."""
     (parent,) = runs_of(grid_run, "grid")
     folder = Path(parent.info.artifact_uri.removeprefix("file://"))
-    return parent.info.status, {path.name: path.read_text(errors="replace") for path in folder.glob("*")}
+    return parent.info.status, {
+        path.relative_to(folder).as_posix(): path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def test_report_in_mlflow_is_current(open_text: OpenGrid, trained: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +118,16 @@ def test_report_in_mlflow_is_current(open_text: OpenGrid, trained: list[str], mo
     assert run(grid_run, None)
     status, files = reported_in_mlflow(grid_run)
     assert status == "FINISHED" and "| b | 77.0 |" in files["table.md"] and "77.0" in files["report.html"]
+
+
+def test_grid_with_other_overrides_has_its_own_report_and_claim(open_text: OpenGrid, trained: list[str]) -> None:
+    text = "{question: q, rows: [{id: a, model: {name: resnet26}}]}"
+    plain, changed = open_text(text), open_text(text, "first", "recipe.lr=0.3")
+    with claimed_trials(plain.workspace.store, plain.full_name, {trial.key: trial for trial in plain.trials}):
+        assert run(changed, None)
+    assert run(plain, None)
+    _, files = reported_in_mlflow(plain)
+    assert "| a | 1.0 |" in files["recipe.lr=0.3/table.md"] and "| a | 2.0 |" in files["table.md"]
 
 
 def test_plan_estimates_hours_from_similar_finished_runs(open_text: OpenGrid) -> None:

@@ -102,6 +102,7 @@ print(trial.key, trial.config.model.spec().build(10).num_classes)
         (None, "No such file"),
         ("import nothing_like_this", "ModuleNotFoundError: No module named 'nothing_like_this'"),
         ("def broken(", "SyntaxError: "),
+        ("import sys; sys.exit(0)", "SystemExit: 0"),
     ],
 )
 def test_file_that_cannot_be_imported_is_named(content: str | None, reason: str, grid: Path) -> None:
