@@ -54,9 +54,9 @@ class _Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.NoSuchCommand as error:
-            if not error.possibilities:
-                error.message += f" Choose from: {', '.join(self.commands)}."
-            raise
+            if error.possibilities:
+                raise
+            raise click.UsageError(f"{error.message} Choose from: {', '.join(self.commands)}.", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands))

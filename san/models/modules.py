@@ -71,8 +71,11 @@ class ModuleModel(BaseModel):
 
 
 def module_spec(name: str, function: Build) -> ModuleSpec:
-    """The spec of a model that a function or a class builds. Raises ValueError if a parameter lacks a default or a type hint, or
-    if they are no plain values."""
+    """The spec of a model that a function or a class builds.
+
+    Raises:
+        ValueError: a parameter lacks a type hint or a default that is a plain value.
+    """
     hints, settings = get_type_hints(function.__init__ if inspect.isclass(function) else function), []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name in SIZES:
