@@ -31,6 +31,7 @@ from experiments.grids.config import CheckpointingConfig, DataConfig, EngineConf
 from san.models.pretrained import WEIGHTS, WEIGHTS_DIR, read_config
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec
+from san.nn.relation import PAIRWISE, PATCHWISE
 
 REFERENCE = Path(__file__).parent / "reference"
 BEGIN, END = "<!-- generated: `make docs` rewrites this part -->", "<!-- /generated -->"
@@ -45,8 +46,7 @@ MODEL_FIELDS = {
     "r1": "φ and ψ have C / r1 channels, where C is the number of channels of the stage.",
     "r2": "β has C / r2 channels, where C is the number of channels of the stage.",
     "group_size": "Number of value channels that share one weight.",
-    "relation": "Function that compares pixels. Pairwise: `subtraction`, `summation`, `concatenation`, `hadamard` or `dot`."
-    " Patchwise: `star`, `clique` or `concatenation`.",
+    "relation": f"Function that compares pixels. Pairwise: `{'`, `'.join(PAIRWISE)}`. Patchwise: `{'`, `'.join(PATCHWISE)}`.",
     "mapping": "Layers of the mapping from the relation to the weights: `L`, `LRL` or `LRLRL` (L: linear, R: ReLU).",
     "transformation": "Weight sharing among φ, ψ and β: `distinct` (none), `phi_eq_psi` or `phi_eq_psi_eq_beta`.",
     "position": "Position encoding: `none`, `absolute` or `relative`.",

@@ -137,8 +137,8 @@ class DataConfig(Strict):
     random noise, to measure compute speed without disk I/O. `digits`: the embedded dataset, written to `root` if missing."""
     root: str | None = None
     """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. The number of class folders is the number of classes.
-    A relative path is resolved from the current folder; in a profile file, from the file's folder. Not used with synthetic
-    images."""
+    A relative path is resolved from the current folder; in a profile file of your own, from the file's folder. Not used with
+    synthetic images."""
     lists: str | None = None
     """Folder of the image lists written by `san data check` or `san data split`, if the lists are not in `root`.
     Relative paths are resolved as for `root`."""

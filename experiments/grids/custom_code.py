@@ -25,13 +25,9 @@ REGISTRIES: dict[str, tuple[Mapping[str, Any], ...]] = {
     "transformation": (TRANSFORMATIONS,),
 }
 """The registries in which the value of a model's field is looked up."""
-OURS = {
-    "relation": {"summation", "subtraction", "concatenation", "hadamard", "dot", "star", "clique"},
-    "mapping": {"L", "LRL", "LRLRL"},
-    "position": {"none", "absolute", "relative"},
-    "transformation": {"distinct", "phi_eq_psi", "phi_eq_psi_eq_beta"},
-}
-"""The rows of the paper. Tests compare them with the paper's definitions, so a key needs only their names."""
+WITHOUT_CODE = {"none", "distinct", "phi_eq_psi", "phi_eq_psi_eq_beta"}
+"""Rows of this package that have no functions, by which they could be told from others. Tests compare the package's rows with
+the paper's definitions, so a key needs only their names."""
 
 
 class UnknownCodeError(ValueError):
@@ -39,7 +35,7 @@ class UnknownCodeError(ValueError):
 
 
 def custom_code(spec: ModelSpec) -> dict[str, str]:
-    """A digest of each row that the model uses and that is not in the paper, by field; usually empty.
+    """A digest of each row that the model uses and that is not of this package, by field; usually empty.
 
     The digest covers the whole files that define the functions of the row, and the values of a row without functions, but not
     what the files import.
@@ -52,7 +48,8 @@ def custom_code(spec: ModelSpec) -> dict[str, str]:
         name = str(getattr(spec, field, None))
         rows = [registry[name] for registry in registries if name in registry]
         functions = [function for row in rows for function in _functions(row)]
-        if rows and (name not in OURS[field] or any(not f.__module__.startswith("san.") for f in functions)):
+        is_ours = all(f.__module__.startswith("san.") for f in functions) if functions else name in WITHOUT_CODE
+        if rows and not is_ours:
             digest = hashlib.sha256(b"" if functions else repr(rows).encode())
             for source in sorted({_source(function) for function in functions}):
                 digest.update(source)

@@ -256,9 +256,9 @@ def _multiplied(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]]) -> tuple
 
 
 def _id_part(key: str, value: Any) -> str:
-    """`lr0.1` for `recipe.lr` and 0.1; characters that are not allowed in an id become a dash."""
-    text = json.dumps(value, default=str).strip('"[]{}')
-    return key.rpartition(".")[2] + re.sub(r"[^A-Za-z0-9_.-]+", "-", text)
+    """`lr0.1` for `recipe.lr` and 0.1, `r1-4` for `model.r1` and 4; characters that are not allowed in an id become a dash."""
+    text, name = json.dumps(value, default=str).strip('"[]{}'), key.rpartition(".")[2]
+    return f"{name}{'-' * name[-1].isdigit()}{re.sub(r'[^A-Za-z0-9_.-]+', '-', text)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class Plot(Strict):
 
     x: str
     """Configuration key with numeric values for the x axis, for example `model.footprint`."""
-    series: str
+    series: str = "model.name"
     """Configuration key whose values become the lines of the plot, for example `model.relation`."""
     label: str
     """Label of the x axis."""

@@ -110,7 +110,7 @@ def shown_columns(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS)
 
 def _alone(column: Column) -> Column:
     """The column in a table without numbers of the paper, where `ours` says nothing."""
-    return column._replace(name=column.name.removesuffix("ours").strip())
+    return column._replace(name=" ".join(word for word in column.name.split() if word != "ours"))
 
 
 def _setting_columns(rows: Sequence[TableRow]) -> list[Column]:

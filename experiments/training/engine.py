@@ -87,9 +87,8 @@ class Engine:
         if recipe.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self._frozen = frozen_parts(model, recipe.freeze)
-        self._average: AveragedModel | None = (
-            None  # an exponential moving average of weights and BatchNorm statistics; it begins as a copy
-        )
+        # An exponential moving average of weights and BatchNorm statistics; it begins as a copy.
+        self._average: AveragedModel | None = None
         if recipe.ema_decay:
             self._average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema_decay), use_buffers=True)
         self.optimizer = optimizer(model, recipe)

@@ -25,7 +25,7 @@ class Relation:
 
     channels: Callable[[int, int], int]
     """d, from R relation channels and K footprint positions."""
-    delta: Callable[[Tensor, Tensor, int], Tensor]
+    delta: Delta
     """(phi, psi, side of the footprint) to delta."""
     pairs: Callable[[Tensor, Tensor], PairMaps] | None = None
     """(phi, psi) to two maps whose difference or product is delta. Fused attention needs it; None if there are no such maps."""

@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from experiments.errors import UserError
-from experiments.grids.expand import GRIDS_DIR, Expanded
+from experiments.grids.expand import GRIDS_DIR, Expanded, read_grid
 from experiments.grids.expand import expand as expand_grid
 from experiments.grids.grid import Trial
 from experiments.grids.request import GridRequest
@@ -15,7 +15,7 @@ from experiments.paper.tables import EPOCHS, INPUT_SIZE, paper_rows, table_names
 from experiments.runner.grid_run import open_grid_run
 from tests.experiments.conftest import SMALL_GRID, WriteGrid
 
-GRIDS = [path for path in sorted(GRIDS_DIR.glob("*.yaml")) if path.stem not in ("epochs", "pretrained")]
+GRIDS = [path for path in sorted(GRIDS_DIR.glob("*.yaml")) if "table" in read_grid(path)]
 """The grids of the paper's tables."""
 
 
@@ -157,6 +157,7 @@ def test_product_multiplies_every_row_in_order(write_grid: WriteGrid) -> None:
 @pytest.mark.parametrize(
     ("product", "ids"),
     [
+        ("model.name: [san10_patchwise], model.r1: [4, 16]", ["namesan10_patchwise-r1-4", "namesan10_patchwise-r1-16"]),
         ("model.name: [resnet26, resnet38]", ["nameresnet26", "nameresnet38"]),
         ("model.name: [resnet26], recipe.lr: [0.1, 1e-3, '0.2']", [f"nameresnet26-lr{lr}" for lr in ("0.1", "1e-3", "0.2")]),
         ("model.name: [resnet26], data.flip: [false, true]", ["nameresnet26-flipfalse", "nameresnet26-fliptrue"]),
