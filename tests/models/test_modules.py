@@ -66,7 +66,7 @@ def test_file_of_a_model_that_is_not_registered_says_so(tmp_path: Path) -> None:
         san.load_checkpoint(tmp_path / "tiny.pt")
 
 
-def test_registration_rejects_our_names_and_parameters_without_default_or_hint() -> None:
+def test_registration_rejects_our_names_and_parameters_that_cannot_be_fields() -> None:
     with pytest.raises(ValueError, match="choose another name"):
         san.register_model("resnet26")(tiny)
     with pytest.raises(ValueError, match="choose another name"):
@@ -74,6 +74,12 @@ def test_registration_rejects_our_names_and_parameters_without_default_or_hint()
     for function in (lambda num_classes, in_channels, depth=1: None, lambda num_classes, in_channels, depth: None):
         with pytest.raises(ValueError, match="depth needs a type hint and a default"):
             san.register_model("other")(function)  # type: ignore[arg-type, return-value]
+
+    def with_list(num_classes: int, in_channels: int, widths: list[int] = [8]) -> nn.Module:  # noqa: B006
+        return nn.Identity()
+
+    with pytest.raises(ValueError, match="widths must be a number, a text, a tuple or None"):
+        san.register_model("other")(with_list)
 
 
 def test_own_model_can_be_replaced() -> None:

@@ -58,6 +58,7 @@ def test_page_of_a_grid(finished_job: OpenGrid, tmp_path: Path, run_san: San) ->
     assert all(heading.get("scope") for heading in root.iter("th"))
     ended = datetime.fromtimestamp(max(result.ended for result in results.values()), UTC)
     assert "invented.yaml --profile digits --seeds 2 --only=resnet26_3" in text
+    assert "Up and to the left is better." in text and "Intervals without an end mark" not in text  # two seeds have none
     assert "7 of 10 trials finished" in text and f"last trial finished {ended:%Y-%m-%d %H:%M} UTC" in text
 
     rows = {row[0]: row[1:] for row in rows_of_table(root, "results")}
