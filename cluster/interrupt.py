@@ -2,41 +2,50 @@
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SECONDS_TO_SAVE = 30.0
 """Time after which the sweep ends although a trial has not returned, for example because it validates."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def interruptible(ask_trials: Callable[[], object]) -> Iterator[Callable[[], bool]]:
     """Inside the block, the first SIGINT or SIGTERM calls `ask_trials`, which is to make the trials return, instead of raising
-    KeyboardInterrupt. Yields a function that returns whether there was a signal."""
+    KeyboardInterrupt. Yields a function that returns whether there was a signal. Only for the main thread."""
     interrupted, ended = threading.Event(), threading.Event()
+    arrivals, sent = socket.socketpair()
+    sent.setblocking(False)
 
-    def wait() -> None:  # in a thread, because the main thread may be inside Ray when a signal arrives
-        interrupted.wait()
-        if ended.is_set():
-            return
-        ask_trials()
-        if not ended.wait(SECONDS_TO_SAVE):
-            os.kill(os.getpid(), signal.SIGINT)
+    def wait() -> None:
+        with arrivals:  # open until the end, because Python complains if it cannot send
+            # Python runs handlers only in the main thread, which may be inside Ray, but sends the number of a signal at once.
+            number = arrivals.recv(1)
+            while number and number[0] not in SIGNALS:
+                number = arrivals.recv(1)
+            if not number:  # the block has ended
+                return
+            interrupted.set()
+            ask_trials()
+            if not ended.wait(SECONDS_TO_SAVE):
+                os.kill(os.getpid(), signal.SIGINT)
+            ended.wait()
 
     def handle(number: int, frame: object) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
+        for each in SIGNALS:
             signal.signal(each, signal.default_int_handler)
-        interrupted.set()
 
-    is_main = threading.current_thread() is threading.main_thread()  # only this thread can set handlers
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)} if is_main else {}
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
+    before = {number: signal.signal(number, handle) for number in SIGNALS}
+    fd_before = signal.set_wakeup_fd(sent.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=wait, daemon=True).start()
     try:
         yield interrupted.is_set
     finally:
+        signal.set_wakeup_fd(fd_before)
+        sent.close()
         ended.set()
-        interrupted.set()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -24,6 +25,23 @@ def test_first_signal_asks_the_trials_and_the_second_interrupts() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(PATIENCE)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_signal_is_known_while_the_main_thread_is_blocked() -> None:
+    """As inside Ray: code in C that does not return to Python, so no handler runs meanwhile."""
+    libc, mutex, asked, found = ctypes.CDLL(None), ctypes.create_string_buffer(64), threading.Event(), list[bool]()
+
+    def interrupt_main_thread() -> None:
+        time.sleep(0.2)  # until the main thread waits
+        os.kill(os.getpid(), signal.SIGTERM)
+        found.append(asked.wait(5) and is_interrupted())
+        libc.pthread_mutex_unlock(mutex)
+
+    with interruptible(asked.set) as is_interrupted:
+        libc.pthread_mutex_lock(mutex)
+        threading.Thread(target=interrupt_main_thread).start()
+        libc.pthread_mutex_lock(mutex)
+    assert found == [True]
 
 
 def test_trials_that_do_not_return_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
