@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +27,9 @@ class StepGraphs:
 
     def __init__(self, run: ForwardBackward, state: Iterable[Tensor]) -> None:
         self._run, self._state = run, list(state)
+        # One memory pool for all batch sizes, because their graphs never run at the same time and a result is read before the
+        # next replay. It must not outlive its graphs: torch refuses to capture into a pool whose graphs are gone.
+        self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, int], tuple[MixedBatch, Callable[[], object], Tensor]] = {}
 
     def __call__(self, part: MixedBatch, images: int) -> Tensor:
@@ -44,20 +46,15 @@ class StepGraphs:
     def _capture(self, part: MixedBatch, images: int) -> tuple[MixedBatch, Callable[[], object], Tensor]:
         static = part.clone()
         before = [tensor.clone() for tensor in self._state]
-        replay, result = record(lambda: self._run(static, images))
+        replay, result = record(lambda: self._run(static, images), self._pool)
         for tensor, value in zip(self._state, before, strict=True):
             tensor.copy_(value)
         return static, replay, result
 
 
-@functools.cache
-def _pool() -> Any:
-    """One memory pool for all graphs, because they never run at the same time and a result is read before the next replay."""
-    return torch.cuda.graph_pool_handle()
-
-
-def record(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """Captures a function after a warm-up; returns a function that replays it, and the tensor with the result."""
+def record(run: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], object], Tensor]:
+    """Captures a function after a warm-up; returns a function that replays it, and the tensor with the result. `pool` holds the
+    memory of the graph."""
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
     side.wait_stream(current)
     with torch.cuda.stream(side):
@@ -66,6 +63,6 @@ def record(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     # The default, `global`, fails if a thread of the loader allocates memory during the capture.
-    with torch.cuda.graph(graph, pool=_pool(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = run()
     return graph.replay, result

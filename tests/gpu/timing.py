@@ -40,7 +40,10 @@ def under(backend: ops.Backend, precision_name: str, device: str, call: Call) ->
 
 
 def captured(call: Callable[[], T]) -> tuple[Call, T]:
-    """Returns the call as a CUDA graph, to exclude the time of Python and launches, and the result that it overwrites."""
+    """Returns the call as a CUDA graph, to exclude the time of Python and launches, and the result that it overwrites.
+
+    The returned call refers to `call`, because the graph uses the memory of its tensors.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -50,7 +53,11 @@ def captured(call: Callable[[], T]) -> tuple[Call, T]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = call()
-    return graph.replay, result
+
+    def replay(_: object = call) -> None:
+        graph.replay()
+
+    return replay, result
 
 
 def prepare(calls: dict[str, Call], settings: Settings, graph: bool) -> tuple[dict[str, Call], dict[str, str]]:
