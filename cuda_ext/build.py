@@ -44,7 +44,11 @@ CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-para
 INSTRUCTION_SETS = (
     {"baseline": "x86-64", "v3": "x86-64-v3", "v4": "x86-64-v4"} if platform.machine() == "x86_64" else {"baseline": ""}
 )
-NVCC_FLAGS = ("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "--expt-relaxed-constexpr", "--expt-extended-lambda")
+# With --threads 0, nvcc compiles for all GPUs at once.
+NVCC_FLAGS = (
+    *("-std=c++20", "-O3", "-Xcompiler", "-fPIC", "--expt-relaxed-constexpr", "--expt-extended-lambda"),
+    *("--threads", "0"),
+)
 # The oldest that compile C++20.
 OLDEST_GCC, OLDEST_NVCC = 11, 12
 

@@ -1,5 +1,6 @@
 // Launches of kernels on the current stream, with one thread per output element or with blocks that have shared memory.
-// Predicted times in the comments of kernels assume the full rates of docs/results/instructions.md.
+// Predicted times in the comments of kernels assume the full rates of an H100: 927 billion warp instructions and 3.0 TB
+// per second. Measured ones are of TF32.
 //
 // With SAN_SHIM, g++ compiles the same files, and the kernels run on the CPU (shim/cuda_shim.h). So tests cover kernels
 // and host code without a GPU. The operators are then registered in the library `san_shim` for CPU tensors.

@@ -36,7 +36,7 @@ constexpr int kRowTiles = S::is_whole ? (S::relation + 1) / 2 : 1;
 // the right one.
 //
 // Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 6 mma for 8 pairs, 4 KB of shared
-// memory; reads 20 MB; 0.05 ms, limited by instruction issue.
+// memory; reads 20 MB; 0.05 ms, limited by instruction issue. Measured on an H200: 0.13 ms.
 template <class F, class S>
 __global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs p, Plan plan, float* partial) {
   constexpr int KM = kRowTiles<S>, KD = S::relation;

@@ -58,7 +58,7 @@ __device__ __forceinline__ void add_to(float (&sums)[kTiles][4], const float (&p
 //
 // Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: reads 13 MB,
 // writes 3 MB; 0.66 G products; no shared memory, or 4 KB for each tile where several warps share pixels; 0.05 ms,
-// limited by instruction issue.
+// limited by instruction issue. Measured on an H200: 0.08 ms.
 template <class F, int kTiles>
 __global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
     patch_linear_kernel(Patches<F> p, int strips, int warps, float* out) {
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
 // the map.
 //
 // Predicted as above: reads 10 MB, writes 8 MB; 0.8 G products; no shared memory; 0.05 ms, limited by instruction
-// issue.
+// issue. Measured on an H200: 0.04 ms.
 template <class F, int kTiles>
 __global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
     map_gradient_kernel(Patches<F> p, const float* grad, int strips, float* out) {
@@ -243,7 +243,7 @@ class ParameterSums {
 // and shift, [slices, strips, pieces, channels(), 2].
 //
 // Predicted as above: reads 16 MB, writes 2 MB; 1.3 G products; no shared memory; 0.09 ms, limited by instruction
-// issue.
+// issue. Measured on an H200: 0.15 ms.
 template <class F, int kTiles>
 __global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
     parameter_gradient_kernel(Patches<F> p, const float* grad, int strips, int tasks, int rows_per_slice,

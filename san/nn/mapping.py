@@ -44,6 +44,8 @@ MAPPINGS: dict[str, Mapping] = {
     "LRLRL": Mapping(lambda hidden: (hidden, hidden), lambda R, G: (R, G)),
 }
 """By the paper's names: L is a Linear layer, R is a ReLU."""
+MOST_CHANNELS = 72
+"""Of the differences that are fused on a GPU: with more of them, matrix products over stored pairs are twice as fast."""
 
 
 class Gamma(nn.Sequential):
@@ -73,11 +75,13 @@ class Gamma(nn.Sequential):
         return x_NCHW
 
     def fuses_pairs(self, maps: PairMaps) -> bool:
-        """Whether `pair_weights` can replace the layers. On a GPU, only LRL of float32 differences is fused."""
+        """Whether `pair_weights` can replace the layers. On a GPU, only LRL of float32 differences is fused, and only with few
+        channels."""
         layers, x = len(self), maps.center
         if not fuses("pair_weights", x) or layers not in (3, 6) or not self._is_plain(layers) or x.numel() == 0:
             return False
-        return not x.is_cuda or (layers == 6 and maps.products == 0 and x.dtype != torch.float64)
+        is_for_cuda = layers == 6 and maps.products == 0 and x.dtype != torch.float64 and x.shape[1] <= MOST_CHANNELS
+        return not x.is_cuda or is_for_cuda
 
     def fuses_patches(self, x_NRHW: Tensor) -> bool:
         """Whether `patch_weights` can replace the first norm, ReLU and Linear."""

@@ -99,9 +99,7 @@ def train(trial: Trial, device: torch.device) -> Checkpoint:
         is_due = (number + 1) % recipe.validate_every_n_epochs == 0 or number + 1 == recipe.epochs
         history.append(running.finished(len(splits[0]), validate(engine, held_out, settings, 500) if is_due else None))
         print(trial.row, history[-1], flush=True)
-    origin = Origin(
-        trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, tuple(splits[0].classes)
-    )
+    origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, tuple(splits[0].classes))
     return Checkpoint(trial.key, origin, tuple(history), RunningEpoch(recipe.epochs, engine.lr), engine.state_dict())
 
 

@@ -65,6 +65,7 @@ SIZES = [
     Sizes(1, 3, 4, 3, 66, 64, 32, products=66),
     Sizes(1, 4, 3, 3, 66, 0, 32),
     Sizes(1, 3, 4, 3, 50, 0, 5, products=50),
+    Sizes(1, 4, 5, 3, 66, 64, 32),  # channels of stage 4
     STAGE_5,
 ]
 

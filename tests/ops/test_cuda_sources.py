@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,8 @@ from tests.ops.operators import CASES, LAYOUTS, OPERATORS, Case, Operator
 
 Compilation = subprocess.CompletedProcess[str]
 CUDA_SOURCES = build.sources("cuda")
+STAGE_4_BYTES = 64
+"""On its stack, at most, for any GPU."""
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 
 
@@ -83,7 +86,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
 def test_nvcc_compiles_without_warnings_or_spills(source: Path, compiled: dict[str, Future[Compilation]]) -> None:
     done = compiled[source.name].result()
     assert done.returncode == 0, done.stderr[-3000:]
-    spills = [line for line in done.stderr.splitlines() if "spill" in line and "0 bytes spill stores" not in line]
-    assert not spills, spills
-    stacks = [line for line in done.stderr.splitlines() if "stack frame" in line and " 0 bytes stack frame" not in line]
-    assert not stacks, f"an array is not in registers, because an index is not a constant: {stacks}"
+    entry = r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
+    found = {(name, int(stack), int(spilled)) for name, stack, spilled in re.findall(entry, done.stderr, re.DOTALL)}
+    assert found, "nvcc prints what each kernel needs"
+    # An array is not in registers if an index is not a constant, or if there are too few of them. The kernels of stage 4 spill a
+    # few values and are still 1.8 times as fast as those for all sizes (docs/results/performance.md).
+    spilling = [kernel for kernel in found if max(kernel[1:]) > (STAGE_4_BYTES if "Stage4" in kernel[0] else 0)]
+    assert not spilling, spilling
