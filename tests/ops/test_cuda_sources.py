@@ -89,7 +89,7 @@ def test_nvcc_compiles_without_warnings_or_spills(source: Path, compiled: dict[s
     entry = r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
     found = {(name, int(stack), int(spilled)) for name, stack, spilled in re.findall(entry, done.stderr, re.DOTALL)}
     assert found, "nvcc prints what each kernel needs"
-    # An array is not in registers if an index is not a constant, or if there are too few of them. The kernels of stage 4 spill a
-    # few values and are still 1.8 times as fast as those for all sizes (docs/results/performance.md).
+    # An array is not in registers if an index is not a constant, or if there are too few of them. The kernels of stage 4 spill
+    # a few values and are still 1.8 times as fast as those for all sizes (docs/results/performance.md).
     spilling = [kernel for kernel in found if max(kernel[1:]) > (STAGE_4_BYTES if "Stage4" in kernel[0] else 0)]
     assert not spilling, spilling

@@ -15,8 +15,8 @@ PAIRS = [
     for resnet, sans in (("resnet26", "san10"), ("resnet38", "san15"), ("resnet50", "san19"))
     for kind in ("pairwise", "patchwise")
 ]
-PROFILES = [PROFILES_DIR / f"{name}.yaml" for name in ("digits", "folder", "cifar10")]
-"""`cifar10-full` has the models of `cifar10`, and the profiles of ImageNet those of the paper."""
+PROFILES = [PROFILES_DIR / f"{name}.yaml" for name in ("digits", "folder", "cifar10", "cifar10-full")]
+"""The profiles of ImageNet have the models of the paper."""
 
 
 @functools.cache
