@@ -1,9 +1,9 @@
 """Tests and times the project on a GPU: `python -m tests.gpu --out DIR [--budget SECONDS] [--case TEXT ...]`.
 
-Parts: correctness (kernels, modules, models), cores (attention alone), models (training and evaluation of networks), loader
-(images from files) and training (CUDA graphs against eager steps, a whole trial against a plain loop). The first three need
-only torch, numpy and nvcc. Results go to DIR/results.jsonl, one line per case, and logs to DIR/logs.
-`python -m tests.gpu.report DIR/results.jsonl` prints tables.
+Parts: correctness (kernels, modules, models), cores (attention alone), models (training and evaluation of networks), kernels
+(a profile of attention), loader (images from files) and training (CUDA graphs against eager steps, a whole trial against a
+plain loop). All but the last two need only torch, numpy and nvcc; CUDA graphs also need pydantic and DeepSpeed. Results go to
+DIR/results.jsonl, one line per case, and logs to DIR/logs. `python -m tests.gpu.report DIR/results.jsonl` prints tables.
 
 Each case runs in its own process with a time limit, because one illegal access ruins the CUDA context of a process. A process
 costs 3 to 5 s before its first kernel runs, so a case holds all checks of one kernel, or all timings that are compared with

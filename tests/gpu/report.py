@@ -26,7 +26,7 @@ def report(records: Sequence[Row]) -> str:
     facts = machine(records)
     title = "" if facts.get("device") == "cuda" else "**Small test sizes: not a measurement.**\n\n"
     described = ", ".join(f"{key} {facts[key]}" for key in MACHINE if key in facts)
-    timings = *_cores(records), *_models(records), _loader(records), _training(records)
+    timings = *_cores(records), *_models(records), _kernels(records), _loader(records), _training(records)
     parts = _status(records), *timings, _troubles(records)
     return title + "\n\n".join([f"Machine: {described}.", *(part for part in parts if part)]) + "\n"
 
@@ -99,6 +99,14 @@ def _models(records: Sequence[Row]) -> Iterator[str]:
             )
         heading = ["network", "batch", "precision", "how", "images/s", "ResNet26", "ratio to ResNet26", "peak MiB"]
         yield table("Training steps" if mode == "train" else "Evaluation of networks", heading, lines)
+
+
+def _kernels(records: Sequence[Row]) -> str:
+    lines = [
+        [f"{row['kind']}, {row['stage']}", f"`{row['kernel']}`", f"{row['launches']:g}", f"{row['ms']:.3f}"]
+        for row in rows(records, "kernels")
+    ]
+    return table("Slowest kernels of a training step", ["attention alone", "kernel", "launches", "ms"], lines)
 
 
 def _loader(records: Sequence[Row]) -> str:
