@@ -112,6 +112,7 @@ import san
 ours = {"san", "cuda_ext", "torch"} | sys.stdlib_module_names
 # torch imports these itself, some of them late
 torchs = {"numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock", "typing_extensions", "optree"}
+torchs |= {"triton"}  # with CUDA
 found = {name.split(".")[0] for name in set(sys.modules) - before} - ours - torchs - {"cython_runtime"}
 found = {name for name in found if not name.startswith("_")}
 assert not found, found
