@@ -1,4 +1,4 @@
-"""CUDA graphs of forward and backward: one launch instead of about 1500, each of which takes microseconds of CPU time."""
+"""CUDA graphs of forward and backward, which save the CPU time of about 1,500 launches per step."""
 
 from __future__ import annotations
 

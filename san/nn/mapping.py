@@ -45,7 +45,8 @@ MAPPINGS: dict[str, Mapping] = {
 }
 """By the paper's names: L is a Linear layer, R is a ReLU."""
 MOST_CHANNELS = 72
-"""Of the differences that are fused on a GPU: with more of them, matrix products over stored pairs are twice as fast."""
+"""Of the differences that are fused on a GPU. With the 130 of SAN's stage 5, one kernel per operator was twice as fast in
+training and as fast in evaluation."""
 
 
 class Gamma(nn.Sequential):

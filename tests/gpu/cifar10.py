@@ -21,7 +21,6 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from experiments.grids.config import TrialConfig
 from experiments.grids.expand import expand
 from experiments.grids.grid import Trial
 from experiments.grids.request import GridRequest
@@ -79,13 +78,13 @@ def validate(engine: Engine, part: Part, settings: Transform, batch: int) -> Sco
 
 def train(trial: Trial, device: torch.device) -> Checkpoint:
     """Trains with images in the GPU's memory; prints a line after each epoch."""
-    config: TrialConfig = trial.config
-    recipe, settings, splits = config.recipe, transform(config.data), open_data(config.data)
-    padding = config.data.crop_padding or 0
-    images, held_out = load(splits[0], settings.size, padding, device), load(splits[1], settings.size, 0, device)
+    config, recipe, settings = trial.config, trial.config.recipe, transform(trial.config.data)
+    training, validation = open_data(config.data)
+    images = load(training, settings.size, config.data.crop_padding or 0, device)
+    held_out = load(validation, settings.size, 0, device)
     torch.manual_seed(trial.seed)
-    model = config.model.spec().build(len(splits[0].classes)).to(device)
-    steps = -(-len(splits[0]) // recipe.batch_size)
+    model = config.model.spec().build(len(training.classes)).to(device)
+    steps = -(-len(training) // recipe.batch_size)
     augment = None if recipe.augment == "none" else Augmentation(recipe.augment, settings, device)
     engine = Engine(model, recipe, steps, recipe.batch_size, config.engine, augment)
     history: list[Epoch] = []
@@ -97,9 +96,9 @@ def train(trial: Trial, device: torch.device) -> Checkpoint:
         running.loss, running.hits = sums_2.tolist()
         running.seconds = time.perf_counter() - began
         is_due = (number + 1) % recipe.validate_every_n_epochs == 0 or number + 1 == recipe.epochs
-        history.append(running.finished(len(splits[0]), validate(engine, held_out, settings, 500) if is_due else None))
+        history.append(running.finished(len(training), validate(engine, held_out, settings, 500) if is_due else None))
         print(trial.row, history[-1], flush=True)
-    origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, tuple(splits[0].classes))
+    origin = Origin(trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, tuple(training.classes))
     return Checkpoint(trial.key, origin, tuple(history), RunningEpoch(recipe.epochs, engine.lr), engine.state_dict())
 
 

@@ -31,11 +31,11 @@ def profiled(kind: str, settings: Settings) -> Iterator[Row]:
         for _ in range(3):
             call()
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as found:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             for _ in range(CALLS):
                 call()
             torch.cuda.synchronize()
-        events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+        events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
         for event in events[:SHOWN]:
             name = re.sub(r"void |[\w:]*\(anonymous namespace\)::|san::cuda::|at::native::|\(.*", "", event.key)
             row = {"kind": kind, "stage": stage, "kernel": name[:80]}
