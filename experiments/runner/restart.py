@@ -45,7 +45,7 @@ class Restart:
             print_status(f"{message}; restarting Ray ({count + 1} of {LIMIT}); finished epochs are kept")
             os.environ[RESTARTS] = str(count + 1)
             kill_descendants()
-            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Ray's shared memory would stay allocated
+            _close_files_on_exec()
             os.execv(sys.executable, sys.orig_argv)
         update = threading.Thread(target=self._mark_interrupted, daemon=True)
         update.start()
@@ -55,3 +55,11 @@ class Restart:
     def _mark_interrupted(self) -> None:
         with suppress(TrackerError):
             self.grid_run.tracker.interrupted(self.trials)
+
+
+def _close_files_on_exec() -> None:
+    """Ray's shared memory would stay allocated. Closing the files before `execv` would disturb threads that read from them."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with suppress(OSError):  # closed meanwhile, as the listing itself
+                os.set_inheritable(int(name), False)

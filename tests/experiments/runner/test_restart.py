@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +21,31 @@ def kill(process: str, mark: Path) -> None:
     """Kills a process of Ray."""
     (pid,) = [pid for pid in marked(str(mark)) if Path(f"/proc/{pid}/exe").resolve().name == process]
     os.kill(pid, signal.SIGKILL)
+
+
+RESTARTED = f"""
+import os, socket, threading
+from experiments.runner.restart import Restart
+
+inherited = 100
+if "{RESTARTS}" in os.environ:
+    print("open" if os.path.exists(f"/proc/self/fd/{{inherited}}") else "closed")
+else:
+    os.dup2(0, inherited)  # as a file of Ray
+    def read(end):
+        with end:
+            end.recv(1)
+    pairs = [socket.socketpair() for _ in range(50)]
+    for end, _ in pairs:
+        threading.Thread(target=read, args=[end], daemon=True).start()
+    Restart(None, (), local=True)("Ray died")
+"""
+
+
+def test_restart_closes_files_and_disturbs_no_thread() -> None:
+    done = subprocess.run([sys.executable, "-c", RESTARTED], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    assert done.stdout.splitlines()[-1] == "closed"
+    assert done.stderr.splitlines() == ["Ray died; restarting Ray (1 of 10); finished epochs are kept"]
 
 
 @pytest.mark.slow
