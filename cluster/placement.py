@@ -43,11 +43,6 @@ class Placement:
     cpus: int = 1
     gpus: float = 0
 
-    def __post_init__(self) -> None:
-        for name, least in (("workers", 1), ("cpus", 1), ("gpus", 0)):
-            if (asked := getattr(self, name)) < least:
-                raise ClusterError(f"resources.{name} must be at least {least}, not {asked}")
-
     def __str__(self) -> str:
         workers = _count(self.workers, "worker")
         each = _count(self.cpus, "CPU") + (f" and {_count(self.gpus, 'GPU')}" if self.gpus else "")

@@ -7,14 +7,12 @@ run, because Tune does not count the resources that Train uses.
 import math
 import os
 import pickle
-import tempfile
 import textwrap
 import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -95,7 +93,7 @@ def sweep(
             so the function must not leave anything behind that changes the next result.
         values: by key; trials start in this order, limited by the free resources of the cluster.
         placement: resources of a trial. Several workers share a process group of `torch.distributed`.
-        storage: a folder that all nodes share, or a URI that Ray supports. Files in a folder are deleted at the end.
+        storage: a folder for this sweep that all nodes share, or a URI that Ray supports.
         observer: receives starts, progress and ends of trials.
         retries: how often a trial that raises, dies or loses a node is called again, from the beginning; the function itself
             must resume. Without nodes, the trial waits for new ones. Announced losses of nodes do not count.
@@ -111,17 +109,17 @@ def sweep(
     """
     if not values:
         return {}
-    with session() as available, _own_folder(storage) as folder:
+    with session() as available:
         concurrency(placement, available)
         queue = _Queue(values, placement, is_interrupted)
         follower = _Follower(observer, queue)
-        trainable = _trainable(function, dict(values), placement, folder, non_retryable, fatal)
+        trainable = _trainable(function, dict(values), placement, str(storage), non_retryable, fatal)
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
             tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
             run_config=ray.tune.RunConfig(
                 name="tune",
-                storage_path=folder,
+                storage_path=str(storage),
                 failure_config=ray.tune.FailureConfig(max_failures=retries),
                 verbose=0,
                 callbacks=[follower, _WaitNotice(observer, placement), _Silent()],
@@ -137,19 +135,6 @@ def sweep(
         if follower.fatal is not None:
             raise ClusterError(follower.fatal)
     return {key: follower.outcomes[key] for key in values}
-
-
-@contextmanager
-def _own_folder(storage: Path | str) -> Iterator[str]:
-    """A folder in `storage` for this sweep only."""
-    prefix, mark, query = str(storage).partition("?")
-    if "://" in prefix:
-        yield f"{prefix}/sweep-{uuid.uuid4().hex}{mark}{query}"
-        return
-    path = Path(storage).resolve()
-    path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="sweep-", dir=path) as folder:
-        yield folder
 
 
 def _trial_resources(placement: Placement) -> dict[str, float]:
