@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from experiments.errors import UserError
 from experiments.evaluation.evaluate import LoadedModel
-from experiments.training.device import is_out_of_memory
+from experiments.training.device import available_device, explain_oom
 from pipelines import Dataset
-
-_log = logging.getLogger(__name__)
 
 Numbers = dict[str, float]
 """Percent by name, such as `top1`."""
@@ -70,34 +66,20 @@ Shown = Callable[[str, int, int], AbstractContextManager[Ended]]
 def measured(
     opened: LoadedModel, images: Dataset, conditions: Iterable[Condition], shown: Shown
 ) -> Iterator[tuple[Condition, Numbers]]:
-    """Measures conditions one after the other. The batch size is halved while memory does not suffice.
+    """Measures conditions one after the other.
 
     Raises:
         DataError: an image cannot be used.
-        UserError: memory does not suffice for a single image.
+        UserError: out of GPU memory.
     """
     opened.model.eval().requires_grad_(False)
     recipe, resources = opened.config.recipe, opened.config.resources
     # What one worker trained on at once fits, with gradients, on the same hardware.
     batch = max(min(recipe.batch_size // (resources.workers * recipe.grad_accum_steps), len(images)), 1)
     for condition in conditions:
-        numbers = None
-        while numbers is None:
-            try:
-                with shown(condition.name, len(images), batch) as ended:
-                    numbers = condition.measure(opened, images, batch, ended)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                batch = _halved(batch, f"{opened.path}, {condition.name}")
+        with explain_oom(opened.config, available_device()), shown(condition.name, len(images), batch) as ended:
+            numbers = condition.measure(opened, images, batch, ended)
         yield condition, numbers
-
-
-def _halved(batch: int, what: str) -> int:
-    if batch == 1:
-        raise UserError(f"{what}: not enough memory for a single image; use a machine with more memory") from None
-    _log.warning("%s: not enough memory for batches of %d images; continuing with %d", what, batch, batch // 2)
-    return batch // 2
 
 
 def percentages(numbers: Mapping[str, float]) -> str:

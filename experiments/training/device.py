@@ -86,7 +86,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     """Whether torch or DALI ran out of memory, on a GPU or a CPU."""
     texts = ("defaultcpuallocator", "out of memory", "cudaerrormemoryallocation", "alloc_failed")
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error).lower() for text in texts)
@@ -102,7 +102,7 @@ def explain_oom(config: TrialConfig, device: torch.device) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if device.type == "cuda" and is_out_of_memory(error):
+        if device.type == "cuda" and _is_out_of_memory(error):
             raise UserError(_out_of_memory(config, device)) from error
         raise
 

@@ -4,19 +4,15 @@ import functools
 import io
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 
 import san
 from cluster.sweep import Observer
 from experiments.cli.run import run
-from experiments.errors import UserError
 from experiments.evaluation.attack import predictions
-from experiments.evaluation.evaluate import LoadedModel, open_images
-from experiments.evaluation.protocol import Condition, measured
+from experiments.evaluation.evaluate import open_images
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.evaluation.rotation import Rotation
 from experiments.grids.grid import Trial
@@ -55,42 +51,6 @@ def test_undisturbed_accuracy_equals_validation(trained: Trained) -> None:
     for protocol in PROTOCOLS.values():
         numbers = protocol.conditions[0].measure(opened(trained), open_images(opened(trained)), 64, lambda: None)
         assert (numbers["top1"], numbers["top5"]) == (metrics["val/top1"], metrics["val/top5"])
-
-
-def shown(name: str, images: int, batch: int) -> nullcontext[Callable[[], None]]:
-    return nullcontext(lambda: None)
-
-
-@pytest.mark.parametrize(
-    ("error", "fits", "raised"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), 10, None),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 0, "first: not enough memory for a single image"),
-        (RuntimeError("something else"), 10, "something else"),
-    ],
-    ids=["some images fit", "none fits", "another error"],
-)
-def test_halves_the_batch_if_memory_does_not_suffice(
-    error: Exception, fits: int, raised: str | None, trained: Trained, caplog: pytest.LogCaptureFixture
-) -> None:
-    tried = []
-
-    def greedy(opened: LoadedModel, images: object, batch: int, ended: object) -> dict[str, float]:
-        tried.append(batch)
-        if batch > fits:
-            raise error
-        return {"top1": 1.0}
-
-    found = opened(trained)
-    conditions = [Condition(name, name, ("top1",), greedy) for name in ("first", "second")]
-    took = measured(found, open_images(found), conditions, shown)
-    if raised is not None:
-        with pytest.raises((UserError, RuntimeError), match=raised):
-            list(took)
-        return
-    assert [numbers for _, numbers in took] == [{"top1": 1.0}] * 2
-    assert tried == [64, 32, 16, 8, 8]
-    assert "first: not enough memory for batches of 16 images" in caplog.text
 
 
 GRID = """
