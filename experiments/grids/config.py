@@ -15,7 +15,6 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
-from experiments.grids.custom_code import UnknownCodeError, custom_code
 from san.choice import ChoiceError, ModelError
 from san.models import ModelSpec, ModuleSpec, model_spec
 
@@ -122,10 +121,9 @@ def model_errors(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
         model.spec().check_input(size)
         with torch.device("meta"):
             model.spec().build(num_classes=2)
-        custom_code(model.spec())
     except ChoiceError as error:
         yield f"model.{error.field}", f"{error}; if a file of yours registers it, add --import FILE"
-    except (ModelError, UnknownCodeError) as error:
+    except ModelError as error:
         yield "model", str(error)
 
 

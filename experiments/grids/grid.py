@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from experiments.grids.config import Count, Strict, TrialConfig, Whole
-from experiments.grids.custom_code import custom_code
 from experiments.grids.imports import SourceFile
-from san.models import ModelSpec
+from san.models import ModelSpec, ModuleSpec
+from san.models.modules import TIMM
+from san.nn.relation import PAIRWISE, PATCHWISE
 
 Seeds = Annotated[tuple[Annotated[Whole, Field(ge=0, lt=2**63)], ...], Field(min_length=1)]
 
@@ -128,7 +129,8 @@ class Trial:
         """Content hash, which is equal for trials with equal results, even in different grids.
 
         It does not depend on locations, hardware, or settings with default values, so that new settings do not change the keys
-        of finished runs. It depends on the digest of the image list and on the files of registry rows that users have added.
+        of finished runs. It depends on the digest of the image list, and, if an imported file has registered the model or its
+        relation, on the source of all imported files.
         """
         config, recipe = self.config, self.config.recipe
         data = config.data.model_dump(mode="json", exclude_defaults=True, exclude=set(LOCATION_FIELDS))
@@ -137,8 +139,8 @@ class Trial:
         settings |= {"init": self.init_digest} if self.init_digest else {}
         spec = config.model.spec()
         content: list[object] = [_record(spec), data, settings, self.seed, self.data_digest]
-        if code := custom_code(spec):
-            content.append(code)
+        if _is_added(spec):
+            content.append([file.source for file in self.imports])
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -146,3 +148,12 @@ class Trial:
 def _record(model: ModelSpec) -> dict[str, Any]:
     """Must not be modified. Cached, because large grids have few models and `asdict` takes as long as the rest of a key."""
     return asdict(model)
+
+
+def _is_added(model: ModelSpec) -> bool:
+    """Whether the model, or its relation, was registered by an imported file."""
+    if isinstance(model, ModuleSpec):
+        return not model.name.startswith(TIMM)
+    return any(
+        row.is_added for name, row in (*PAIRWISE.items(), *PATCHWISE.items()) if name == getattr(model, "relation", None)
+    )

@@ -32,6 +32,11 @@ class Relation:
     when_shared: Relation | None = None
     """The relation to use if phi and psi are the same transformation; None if it stays the same."""
 
+    @property
+    def is_added(self) -> bool:
+        """Whether it is not of the paper."""
+        return not self.delta.__module__.startswith("san.")
+
 
 def _pairs(phi_NRHW: Tensor, psi_NRHW: Tensor, footprint: int) -> Tensor:
     """[phi_i, psi_j]: [N, 2R, K, P]."""
@@ -106,7 +111,7 @@ def register_relation(
     registry = PATCHWISE if patchwise else PAIRWISE
 
     def register(function: Delta) -> Delta:
-        if name in registry and registry[name].delta.__module__.startswith("san."):
+        if name in registry and not registry[name].is_added:
             raise ValueError(f"relation {name!r} is a relation of the paper; choose another name")
         row = Relation(channels, function, pairs)
         map_NRHW = torch.empty(1, 16, 3, 3, device="meta")
