@@ -9,7 +9,7 @@ DALI takes about a gigabyte of memory. It is loaded when the first epoch starts,
 from pipelines.datasets.cifar import CIFAR, prepare_cifar
 from pipelines.datasets.dataset import Dataset
 from pipelines.datasets.digits import prepare_digits
-from pipelines.errors import DataError, TransformError
+from pipelines.errors import DataError
 from pipelines.loader import Batch, Loader
 from pipelines.transform import Transform
 
@@ -20,7 +20,6 @@ __all__ = [
     "Dataset",
     "Loader",
     "Transform",
-    "TransformError",
     "prepare_cifar",
     "prepare_digits",
 ]

@@ -1,6 +1,6 @@
 """Errors with messages for users."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 NAMED_AT_MOST = 10
 """Maximum number of names in a message; the rest are counted."""
@@ -8,17 +8,6 @@ NAMED_AT_MOST = 10
 
 class DataError(ValueError):
     """Data or data settings cannot be used. The message says what to do."""
-
-
-class TransformError(DataError):
-    """Invalid fields of the image transform, each with a message."""
-
-    def __init__(self, fields: Mapping[str, str]) -> None:
-        super().__init__(fields)  # so that the exception can be pickled
-        self.fields = fields
-
-    def __str__(self) -> str:
-        return f"invalid image transform: {'; '.join(f'{name} {what}' for name, what in self.fields.items())}"
 
 
 def join_names(names: Iterable[str]) -> str:

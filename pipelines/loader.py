@@ -70,13 +70,6 @@ class Loader:
     """The stream that copies batches out of DALI's memory. There is only one, because torch caches memory per stream."""
 
     def __post_init__(self) -> None:
-        in_range = self.batch_size >= 1 and self.threads >= 1 and self.seed >= 0 and 0 <= self.rank < self.world_size
-        if not in_range:
-            raise DataError(
-                "a loader needs batch_size >= 1, threads >= 1, seed >= 0 and 0 <= rank < world_size, not "
-                f"batch_size={self.batch_size}, threads={self.threads}, seed={self.seed}, rank={self.rank}, "
-                f"world_size={self.world_size}"
-            )
         if self.train:
             sampler.require_full_ranks(len(self.dataset), self.batch_size, self.world_size)
 
@@ -96,8 +89,8 @@ class Loader:
         the number of ranks has changed.
 
         Raises:
-            DataError: `number` or `seen` is out of range, or the remaining images leave a rank without images in some training
-                step. During iteration: an image cannot be used; the message names it.
+            DataError: the remaining images leave a rank without images in some training step. During iteration: an image
+                cannot be used; the message names it.
         """
         parts = self._rank_indices(number, seen)
         self.wait_seconds = 0.0
@@ -114,8 +107,6 @@ class Loader:
 
     def _rank_indices(self, number: int, seen: int) -> list[sampler.Indices]:
         count = len(self.dataset)
-        if number < 0 or not 0 <= seen <= count:
-            raise DataError(f"epoch {number} after {seen} images: expected an epoch >= 0 and 0 to {count} images")
         if self.train:
             sampler.require_full_ranks(count - seen, self.batch_size, self.world_size)
             order = sampler.epoch_order(count, self.seed, number)

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.errors import TransformError
-
 RGB = tuple[float, float, float]
 
 IMAGENET_MEAN: RGB = (0.485, 0.456, 0.406)
@@ -38,9 +36,6 @@ class Transform:
     """Random crop and flip for training, resize and center crop for validation.
 
     The defaults are the paper's values for ImageNet.
-
-    Raises:
-        TransformError: a field is outside the range that its description names.
     """
 
     size: int = 224
@@ -62,22 +57,6 @@ class Transform:
     """Divisors after the subtraction, above 0."""
     manipulation: str = "none"
     """A key of `MANIPULATIONS`, applied to the finished squares in training and validation."""
-
-    def __post_init__(self) -> None:
-        area, ratio = self.crop_area, self.crop_ratio
-        demands = (
-            ("size", self.size >= 1, "at least 1 pixel"),
-            ("resize", self.resize >= self.size, f"at least size ({self.size})"),
-            ("crop_area", 0 < area[0] <= area[1] <= 1, "two increasing numbers between 0 and 1"),
-            ("crop_ratio", 0 < ratio[0] <= ratio[1], "two increasing numbers above 0"),
-            ("crop_padding", self.crop_padding is None or 0 <= self.crop_padding <= self.size, f"0 to size={self.size}"),
-            ("mean", len(self.mean) == 3, "three numbers (red, green, blue)"),
-            ("std", len(self.std) == 3 and min(self.std) > 0, "three numbers above 0"),
-            ("manipulation", self.manipulation in MANIPULATIONS, f"one of {', '.join(MANIPULATIONS)}"),
-        )
-        broken = {name: f"must be {wanted}, not {getattr(self, name)}" for name, holds, wanted in demands if not holds}
-        if broken:
-            raise TransformError(broken)
 
 
 class CropParams(NamedTuple):

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from san.choice import ChoiceError, ModelError
@@ -34,6 +44,12 @@ def _no_boolean(value: object) -> object:
     if isinstance(value, list) and any(isinstance(part, bool) for part in value):
         raise PydanticCustomError("boolean_in_list", "must be a list of numbers")
     return value
+
+
+def _increasing(values: tuple[float, float]) -> tuple[float, float]:
+    if values[0] > values[1]:
+        raise PydanticCustomError("not_increasing", "must be two increasing numbers")
+    return values
 
 
 NUMBERS = BeforeValidator(_no_boolean)
@@ -160,9 +176,9 @@ class DataConfig(Strict):
     """Side in pixels of the model's square input."""
     resize: Count
     """Validation: length in pixels to which the shorter side is resized before the center crop."""
-    crop_area: tuple[Positive, Annotated[Real, Field(gt=0, le=1)]] = (0.08, 1.0)
+    crop_area: Annotated[tuple[Positive, Annotated[Real, Field(gt=0, le=1)]], AfterValidator(_increasing)] = (0.08, 1.0)
     """Training: range of a random crop's area, as a fraction of the image's area."""
-    crop_ratio: tuple[Positive, Positive] = (3 / 4, 4 / 3)
+    crop_ratio: Annotated[tuple[Positive, Positive], AfterValidator(_increasing)] = (3 / 4, 4 / 3)
     """Training: range of a random crop's aspect ratio (width over height)."""
     crop_padding: Annotated[Whole, Field(ge=0)] | None = None
     """Training: resizes and crops images as in validation, pads them with this many black pixels on each side, and cuts out a
@@ -173,6 +189,20 @@ class DataConfig(Strict):
     """Mean of each RGB channel, subtracted from the images (pixel values from 0 to 1)."""
     std: tuple[Positive, Positive, Positive]
     """Standard deviation of each RGB channel, by which the images are divided."""
+
+    @field_validator("resize")
+    @classmethod
+    def _covers_the_square(cls, resize: int, info: ValidationInfo) -> int:
+        if resize < (size := info.data.get("size", resize)):
+            raise PydanticCustomError("too_small", "must be at least data.size={size}", {"size": size})
+        return resize
+
+    @field_validator("crop_padding")
+    @classmethod
+    def _is_at_most_the_square(cls, padding: int | None, info: ValidationInfo) -> int | None:
+        if padding is not None and padding > (size := info.data.get("size", padding)):
+            raise PydanticCustomError("too_large", "must be at most data.size={size}", {"size": size})
+        return padding
 
 
 class RecipeConfig(Strict):

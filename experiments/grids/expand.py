@@ -32,7 +32,6 @@ from experiments.grids.config import (
 from experiments.grids.grid import Grid, Layer, Plot, ProtocolName, Row
 from experiments.grids.imports import SourceFile, import_files
 from experiments.grids.request import GridRequest
-from experiments.grids.transform import transform_errors
 
 GRIDS_DIR = Path(__file__).parent
 PROFILES_DIR = GRIDS_DIR / "profiles"
@@ -334,7 +333,7 @@ def _configs(layers: _Layers) -> dict[str, TrialConfig]:
     _raise_rows(layers, errors)
     for row in layers.grid.rows:
         config = configs[row.id]
-        errors[row.id] = [*combination_errors(config), *transform_errors(config.data), *fine_tuning_errors(config)]
+        errors[row.id] = [*combination_errors(config), *fine_tuning_errors(config)]
         if layers.lacks_root(row, config.data.source):
             needed = "needs data.root; add the folder of your images, such as data.root=/path/to/images"
             errors[row.id].append(("data.source", f"{config.data.source} {needed}"))

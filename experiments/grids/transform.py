@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from experiments.grids.config import DataConfig
-from pipelines import Transform, TransformError
+from pipelines import Transform
 
 
 def transform(config: DataConfig) -> Transform:
@@ -20,12 +18,3 @@ def transform(config: DataConfig) -> Transform:
         mean=config.mean,
         std=config.std,
     )
-
-
-def transform_errors(config: DataConfig) -> Iterator[tuple[str, str]]:
-    """Values that are valid, but not in combination, as (path of the key, error)."""
-    try:
-        transform(config)
-    except TransformError as error:
-        for field, what in error.fields.items():
-            yield f"data.{field}", what

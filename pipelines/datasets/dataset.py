@@ -20,8 +20,6 @@ from pipelines.datasets.shards import Shards, index_path, read_index
 from pipelines.errors import DataError, join_names
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
-SYNTHETIC_AT_MOST = 5_000_000
-"""Maximum number of images, whose names take half a gigabyte."""
 PARTS_OF = {"train-split": "train", "val-split": "train"}
 """Splits whose images are in the folder of another split."""
 LISTING_THREADS = 16
@@ -134,16 +132,7 @@ class Dataset:
 
     @classmethod
     def synthetic(cls, split: str, classes: int, per_class: int) -> "Dataset":
-        """`classes` classes with `per_class` generated images each.
-
-        Raises:
-            DataError: there are too many images.
-        """
-        if classes * per_class > SYNTHETIC_AT_MOST:
-            raise DataError(
-                f"{classes} classes with {per_class} synthetic images each make {classes * per_class} images; "
-                f"the maximum is {SYNTHETIC_AT_MOST}; lower data.synthetic_classes or data.synthetic_per_class"
-            )
+        """`classes` classes with `per_class` generated images each."""
         names = tuple(f"{label:04d}" for label in range(classes))
         paths = Paths.of(f"synthetic/{split}/{name}/{index}" for name in names for index in range(per_class))
         labels = array("q", chain.from_iterable(repeat(label, per_class) for label in range(classes)))

@@ -355,19 +355,6 @@ def test_synthetic_batches_are_noise_with_correct_labels(train: bool) -> None:
     assert all(batch.images_NCHW.any() for batch in batches[1:])
 
 
-@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"rank": 2, "world_size": 2}, {"seed": -1}])
-def test_rejects_invalid_settings(colours: Path, wrong: dict[str, Any]) -> None:
-    (key, value), *_ = wrong.items()
-    with pytest.raises(DataError, match=f"{key}={value}"):
-        loader(colours, "val", **wrong)
-
-
-@pytest.mark.parametrize(("number", "seen"), [(-1, 0), (0, -1), (0, COUNT + 1)])
-def test_rejects_invalid_epochs(colours: Path, number: int, seen: int) -> None:
-    with pytest.raises(DataError, match=f"epoch {number} after {seen} images"):
-        loader(colours, "train").epoch(number, seen)
-
-
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_gpu_graph_gives_the_images_of_the_cpu(shades: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the graph for GPUs on the CPU."""

@@ -401,7 +401,7 @@ def test_rejects_early_stopping(rows: str, stopping: str, message: str, write_gr
         (["engine.zero_stage=1", "recipe.decay=weights"], "engine.zero_stage=1"),
         (["engine.zero_stage=1", "engine.channels_last=true"], "engine.zero_stage=1"),
         (["resources.gpus=1.5"], "whole number"),
-        (["data.resize=20"], "at least size (24)"),
+        (["data.resize=20"], "must be at least data.size=24, not 20"),
         (["data.crop_area=[0.9, 0.1]"], "increasing"),
         (["data.crop_ratio=[2, 1]"], "increasing"),
         (["recipe.grad_accum_steps=64"], "at most 32"),
