@@ -30,28 +30,22 @@ IMAGE_PROFILE = click.option(
 @click.argument("source")
 @click.argument("target")
 @OVERRIDES
-@click.option("--name", help="Model in a released file.  [default: derived from the file's keys]")
-@click.option("--to", "form", type=click.Choice(["san", "released"]), default="san", show_default=True, help="Output format.")
 @click.option("--force", is_flag=True, help="Replace an existing TARGET.")
 @RUNS
 @IMPORT_NOW
-def convert(
-    source: str, target: str, overrides: tuple[str, ...], name: str | None, form: str, force: bool, runs: str | None
-) -> None:
-    """Convert weights to this project's or the released format.
+def convert(source: str, target: str, overrides: tuple[str, ...], force: bool, runs: str | None) -> None:
+    """Write the weights of a checkpoint to a file for `san.load_checkpoint`.
 
-    SOURCE is any checkpoint that `san evaluate` accepts. `released` is the format of the paper's authors. Files in
-    this format do not store every field of the model. Give missing fields as overrides, for example footprint=9. Without an
-    override, a pairwise model in this format gets the paper's footprint, 7.
+    SOURCE is any checkpoint that `san evaluate` accepts. Files of the paper's authors do not store every field of the
+    model. Give missing fields as overrides, for example model.footprint=9. Without an override, a pairwise model gets
+    the paper's footprint, 7.
 
     \b
-    Example: san convert released.pth san10.pt --name san10_pairwise
+    Example: san convert released.pth san10.pt model.name=san10_pairwise
     """
-    from experiments.evaluation.evaluate import kind_of, open_checkpoint, resolve_checkpoint
-    from experiments.grids.config import merged
-    from experiments.grids.expand import parse_override
+    from experiments.evaluation.evaluate import open_checkpoint, resolve_checkpoint
     from experiments.runs.store import is_uri
-    from san.models import checkpoint, released
+    from san.models import checkpoint
 
     if is_uri(target):
         kind = target.partition("://")[0]
@@ -59,24 +53,8 @@ def convert(
     if os.path.lexists(target) and not force:
         raise UserError(f"{target}: already exists; choose another file, or overwrite this one with --force")
     with resolve_checkpoint(source, runs) as (path, _):
-        if kind_of(path) == "released":
-            fields = merged({}, *map(parse_override, overrides))
-            if "name" in fields:
-                raise UserError("override `name`: not a field of a model; set the model with --name")
-            model = released.load_released_checkpoint(path, name, **fields)
-        elif needless := [*(["--name"] if name else []), *overrides]:
-            raise UserError(f"{source}: this checkpoint already stores its model; leave out {', '.join(needless)}")
-        else:
-            model = open_checkpoint(path).model
-    save = checkpoint.save_checkpoint if form == "san" else released.save_released_checkpoint
-    save(model, target)
-    hidden = released.unrecorded_overrides(model.spec) if form == "released" else []
-    if hidden:
-        click.echo(
-            f"note: the released format does not store {', '.join(hidden)}; give the missing values as overrides when you "
-            f"load {target}",
-            err=True,
-        )
+        model = open_checkpoint(path, overrides).model
+    checkpoint.save_checkpoint(model, target)
     overridden = [f"{key}={as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
     params = sum(parameter.numel() for parameter in model.parameters())
     click.echo(

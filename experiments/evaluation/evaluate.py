@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import ValidationError
@@ -39,8 +39,6 @@ CHECKPOINT = (
     f"a network with weights ({', '.join(pretrained.included())})"
 )
 """What `resolve_checkpoint` accepts, for messages."""
-
-Kind = Literal["trial", "weights", "released"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,21 +129,6 @@ def _require_no_model(path: Path, changes: Mapping[str, Any]) -> None:
         raise UserError(
             f"{path}: this checkpoint already stores its model; leave out {', '.join(flat({'model': changes['model']}))}"
         )
-
-
-def kind_of(path: Path) -> Kind:
-    """Returns `trial` for a checkpoint that contains its model and preprocessing, `weights` for a file of `save_checkpoint` or
-    a folder in the Hub's format, which contain their model, and `released` for a file of the paper's authors, which may
-    contain neither.
-
-    Raises:
-        UserError: as `open_checkpoint`.
-    """
-    if pretrained.is_folder(path):
-        return "weights"
-    if _trial_checkpoint(path) is not None:
-        return "trial"
-    return "weights" if checkpoint.is_checkpoint(checkpoint.read(path)) else "released"
 
 
 def _trial_checkpoint(path: Path) -> Checkpoint | None:

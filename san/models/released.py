@@ -18,7 +18,6 @@ from san.models.checkpoint import (
     is_checkpoint,
     is_state,
     on_meta,
-    overrides_of,
     read,
     write,
 )
@@ -98,14 +97,6 @@ def _check_form(spec: ModelSpec) -> None:
         asked = ", ".join(f"{field.name}={getattr(spec, field.name)!r}" for field in other)
         theirs = ", ".join(f"{field.name}={field.default!r}" for field in other)
         raise CheckpointError(f"{spec.name} with {asked} cannot be converted to the authors' format, which requires {theirs}")
-
-
-def unrecorded_overrides(spec: ModelSpec) -> list[str]:
-    """The overrides that a file in the authors' format does not contain and that loading it requires, such as `footprint=9`."""
-    recorded = {"footprint"} if isinstance(spec, PatchwiseSpec) else set()
-    hidden = {field: value for field, value in overrides_of(spec).items() if field not in recorded}
-    name = [f"name={spec.name}"] if {"num_stages", "depths"} & hidden.keys() else []
-    return name + [f"{field}={value}" for field, value in hidden.items()]
 
 
 def released_state_dict(model: BaseModel) -> dict[str, Tensor]:

@@ -104,20 +104,16 @@ def test_report_and_runs_of_an_empty_store(run_san: San, printed: Printed, rejec
     assert run_san("runs") == (0, "", f"no runs in sqlite:///{tmp_path}/runs/mlflow.db\n")
 
 
-def test_convert_round_trip(run_san: San, tmp_path: Path) -> None:
-    """With a note about the fields that the released format does not store, which are then given as overrides."""
+def test_convert_keeps_model_and_weights(run_san: San, tmp_path: Path) -> None:
+    """Of a file of the authors, with the fields that it does not store."""
     ours, theirs = tmp_path / "ours.pth", tmp_path / "theirs.pth"
-    fields = ("num_stages=2", "width_mult=0.5", "footprint=9")
+    fields = ("model.name=san10_pairwise", "model.num_stages=2", "model.width_mult=0.5", "model.footprint=9")
     model = create_model("san10_pairwise", 3, footprint=9, num_stages=2, width_mult=0.5)
-    save_checkpoint(model, ours)
-    _, _, note = run_san("convert", ours, theirs, "--to", "released")
-    assert [field in note for field in ("name=san10_pairwise", *fields)] == [True] * 4
-    written = torch.load(theirs, weights_only=True)["state_dict"]
-    assert {"module.conv_in.weight", "module.layer1.0.sam.conv_w.2.weight"} <= written.keys()
+    save_released_checkpoint(model, theirs)
     ours.write_text("old")
-    assert run_san("convert", theirs, ours)[0] == 2
+    assert run_san("convert", theirs, ours, *fields)[0] == 2
     assert ours.read_text() == "old"
-    code, out, err = run_san("convert", theirs, ours, "--force", "--name", "san10_pairwise", *fields)
+    code, out, err = run_san("convert", theirs, ours, "--force", *fields)
     assert (code, err) == (0, "")
     assert f"3 classes, {sum(p.numel() for p in model.parameters())} parameters" in out
     restored = load_checkpoint(ours)
@@ -145,8 +141,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("convert {files}/released.pth {files}/new.pth name=san10_pairwise", ["`name`", "--name"]),
-        ("convert {files}/own.pth {files}/new.pth footprint=9 --name san10_pairwise", ["own.pth", "--name, footprint=9"]),
+        ("convert {files}/released.pth {files}/new.pth footprint=9", ["footprint", "model.*"]),
+        ("convert {files}/own.pth {files}/new.pth model.footprint=9", ["own.pth", "model.footprint"]),
         ("convert {files}/a.txt {files}/new.pth", ["a.txt"]),
         ("convert a.pth s3://bucket/model.pth", ["s3://...", "local"]),
         ("evaluate http://me:secret@host/model.pth", ["http://...", "MLflow run"]),
