@@ -15,11 +15,13 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.datasets.manifest import Indices, Paths, digest, encode, list_path, read_list
+from pipelines.datasets.manifest import digest, encode, list_path, read_list
 from pipelines.datasets.shards import Shards, index_path, read_index
 from pipelines.errors import DataError, join_names
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
+SYNTHETIC_AT_MOST = 5_000_000
+"""Maximum number of images, whose names take a gigabyte."""
 PARTS_OF = {"train-split": "train", "val-split": "train"}
 """Splits whose images are in the folder of another split."""
 LISTING_THREADS = 16
@@ -50,7 +52,7 @@ class Dataset:
     split: str
     classes: tuple[str, ...]
     """Folder names, sorted; a label is an index into this tuple."""
-    paths: Paths = field(repr=False)
+    paths: tuple[str, ...] = field(repr=False)
     """Files relative to `root`, sorted by class and name. Packed images keep their original names."""
     labels: Sequence[int] = field(repr=False)
     """Index of the class for each path."""
@@ -95,7 +97,7 @@ class Dataset:
             with ThreadPoolExecutor(LISTING_THREADS) as pool:
                 files = dict(zip(names, pool.map(_images, [folder / name for name in names]), strict=True))
         _require_images(folder, files)
-        paths = Paths.of(f"{split}/{name}/{file}" for name, listed in files.items() for file, _ in listed)
+        paths = tuple(f"{split}/{name}/{file}" for name, listed in files.items() for file, _ in listed)
         labels = array("q", chain.from_iterable(repeat(label, len(listed)) for label, listed in enumerate(files.values())))
         sizes = array("q", (size for listed in files.values() for _, size in listed))
         return cls(root, split, tuple(files), paths, labels, sizes)
@@ -128,22 +130,27 @@ class Dataset:
         if not os.path.isfile(path):
             what = "a folder" if os.path.isdir(path) else "not a regular file" if os.path.exists(path) else "no such file"
             raise DataError(f"{path}: {what}; expected an image")
-        return cls(path.parent, "", ("",), Paths.of([path.name]), (0,), (path.stat().st_size,))
+        return cls(path.parent, "", ("",), (path.name,), (0,), (path.stat().st_size,))
 
     @classmethod
     def synthetic(cls, split: str, classes: int, per_class: int) -> "Dataset":
-        """`classes` classes with `per_class` generated images each."""
+        """`classes` classes with `per_class` generated images each. Raises DataError if they are too many."""
+        if classes * per_class > SYNTHETIC_AT_MOST:
+            raise DataError(
+                f"{classes} classes with {per_class} synthetic images each make {classes * per_class} images; "
+                f"the maximum is {SYNTHETIC_AT_MOST}; lower data.synthetic_classes or data.synthetic_per_class"
+            )
         names = tuple(f"{label:04d}" for label in range(classes))
-        paths = Paths.of(f"synthetic/{split}/{name}/{index}" for name in names for index in range(per_class))
+        paths = tuple(f"synthetic/{split}/{name}/{index}" for name in names for index in range(per_class))
         labels = array("q", chain.from_iterable(repeat(label, per_class) for label in range(classes)))
         return cls(Path("synthetic"), split, names, paths, labels, array("q", bytes(8 * len(paths))), is_synthetic=True)
 
     @classmethod
     def _listed(cls, root: Path, split: str, path: Path) -> "Dataset":
-        rows = read_list(path)
-        classes, labels = _classes_of(path, split, rows.paths)
+        paths, sizes = read_list(path)
+        classes, labels = _classes_of(path, split, paths)
         with _readable(root):
-            folder = _split_folder(root, rows.paths[0].split("/", 1)[0])
+            folder = _split_folder(root, paths[0].split("/", 1)[0])
             existing = _class_names(folder)
         gaps = (("the list", set(existing) - set(classes)), (folder, set(classes) - set(existing)))
         lacks = [f"{where} has no {join_names(lost)}" for where, lost in gaps if lost]
@@ -152,7 +159,7 @@ class Dataset:
                 f"{path}: this list does not match {folder}: {' and '.join(lacks)}; use the folder that the list describes, "
                 "or regenerate the list with `san data check`"
             )
-        return cls(root, split, classes, rows.paths, labels, rows.sizes)
+        return cls(root, split, classes, paths, labels, sizes)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -203,7 +210,7 @@ class Dataset:
         self._require_per_class(per_class, kept=0)
         return self.only(self._first(per_class, seed))
 
-    def _first(self, per_class: int, seed: int) -> Indices:
+    def _first(self, per_class: int, seed: int) -> NDArray[np.int64]:
         labels = np.asarray(self.labels)
         order = np.lexsort((_hashes(self.paths, seed), labels))
         place_in_class = np.arange(len(self)) - np.searchsorted(labels[order], labels[order])
@@ -253,8 +260,9 @@ class Dataset:
         def of(column: Sequence[int]) -> "array[int]":
             return array("q", np.asarray(column, np.int64)[chosen].tobytes())
 
+        paths = tuple(self.paths[index] for index in chosen)
         offsets = of(self.offsets) if self.packed else ()
-        return replace(self, paths=self.paths.take(chosen), labels=of(self.labels), sizes=of(self.sizes), offsets=offsets)
+        return replace(self, paths=paths, labels=of(self.labels), sizes=of(self.sizes), offsets=offsets)
 
     def digest(self) -> str:
         """16 hexadecimal digits of a hash of all relative names and listed sizes; does not access the disk.
@@ -285,11 +293,10 @@ class Dataset:
         )
 
 
-def _hashes(paths: Paths, seed: int) -> NDArray[np.uint64]:
+def _hashes(paths: Iterable[str], seed: int) -> NDArray[np.uint64]:
     """A number for each path `split/class/image` that depends only on the seed, the class and the name of the image."""
-    prefix = encode(f"{seed}/")
-    names = (prefix + path.partition(b"/")[2] for path in paths.encoded())
-    return np.frombuffer(b"".join([hashlib.sha256(name).digest()[:8] for name in names]), "<u8")
+    names = (f"{seed}/{path.partition('/')[2]}" for path in paths)
+    return np.frombuffer(b"".join([hashlib.sha256(encode(name)).digest()[:8] for name in names]), "<u8")
 
 
 def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[str, ...], "array[int]"]:

@@ -7,72 +7,15 @@ Lists exclude images that cannot be decoded (`san data check`) or split the imag
 """
 
 import hashlib
-import operator
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, overload
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pipelines.errors import DataError
 
 HEADER = "# digest "
-
-Indices = NDArray[np.int64]
-
-
-class Paths(Sequence[str]):
-    """Paths in one block of bytes. A million `str` objects need twice the memory and take a second to pickle."""
-
-    def __init__(self, text: bytes, begins: Indices, ends: Indices) -> None:
-        self._text, self._begins, self._ends = text, begins, ends
-
-    @classmethod
-    def of(cls, paths: Iterable[str]) -> "Paths":
-        """Encodes paths."""
-        encoded = [encode(path) for path in paths]
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        ends = lengths.cumsum()
-        return cls(b"".join(encoded), ends - lengths, ends)
-
-    def take(self, indices: Indices) -> "Paths":
-        """The paths with these indices."""
-        return Paths(self._text, self._begins[indices], self._ends[indices])
-
-    def __len__(self) -> int:
-        return len(self._begins)
-
-    @overload
-    def __getitem__(self, key: int) -> str: ...
-    @overload
-    def __getitem__(self, key: slice) -> "Paths": ...
-    def __getitem__(self, key: int | slice) -> "str | Paths":
-        if isinstance(key, slice):
-            return Paths(self._text, self._begins[key], self._ends[key])
-        return decode(self._text[self._begins[key] : self._ends[key]])
-
-    def __iter__(self) -> Iterator[str]:
-        return map(decode, self.encoded())
-
-    def encoded(self) -> Iterator[bytes]:
-        """The paths as bytes, which is faster than decoding them."""
-        text = self._text
-        return (text[begin:end] for begin, end in zip(self._begins.tolist(), self._ends.tolist(), strict=True))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
-
-
-class Rows(NamedTuple):
-    """The content of a list, with one entry per image."""
-
-    paths: Paths
-    sizes: "array[int]"
-    """Bytes."""
 
 
 def list_path(folder: Path, split: str) -> Path:
@@ -82,8 +25,7 @@ def list_path(folder: Path, split: str) -> Path:
 
 def digest(paths: Iterable[str], sizes: Iterable[int]) -> str:
     """16 hexadecimal digits of a hash of names and sizes."""
-    encoded = paths.encoded() if isinstance(paths, Paths) else map(encode, paths)
-    text = b"".join([b"%b\0%d\n" % row for row in zip(encoded, sizes, strict=True)])
+    text = b"".join([b"%b\0%d\n" % (encode(path), size) for path, size in zip(paths, sizes, strict=True)])
     return hashlib.sha256(text).hexdigest()[:16]
 
 
@@ -111,34 +53,27 @@ def write_list(path: Path, paths: Sequence[str], sizes: Sequence[int]) -> None:
     write_whole(path, [f"{HEADER}{digest(paths, sizes)}", *(f"{row}\t{size}" for row, size in zip(paths, sizes, strict=True))])
 
 
-def read_list(path: Path) -> Rows:
-    """Reads a list.
+def read_list(path: Path) -> tuple[tuple[str, ...], "array[int]"]:
+    """Reads a list: a path and a number of bytes per image.
 
     Raises:
         DataError: the file cannot be read or was not written by `write_list`.
     """
-    header, _, rows = read_bytes(path).partition(b"\n")
-    if not header.startswith(encode(HEADER)):
+    header, *lines = read_lines(path)
+    if not header.startswith(HEADER):
         raise DataError(
             f"{path}: not an image list; expected a digest in the first line, written by `san data check` or "
             "`san data split`; move the file away, or keep lists in another folder (set --lists or data.lists)"
         )
-    text = np.frombuffer(rows, np.uint8)
-    tabs, ends = np.flatnonzero(text == ord("\t")), np.flatnonzero(text == ord("\n"))
-    begins = np.concatenate([[0], ends[:-1] + 1])
-    whole = rows.endswith(b"\n") and len(tabs) > 0
-    middles = tabs[np.searchsorted(tabs, ends) - 1] if whole else begins  # the last tab of each row
-    hashed = text.copy()  # `digest` separates names and sizes with null bytes
-    if whole:
-        hashed[middles] = 0
-    sizes = [rows[middle + 1 : end] for middle, end in zip(middles.tolist(), ends.tolist(), strict=True)] if whole else []
-    right = header == encode(HEADER + hashlib.sha256(hashed.data).hexdigest()[:16])
-    if not whole or (middles < begins).any() or not right or not all(map(bytes.isdigit, sizes)):
-        raise DataError(
-            f"{path}: damaged or edited by hand, because the digest does not match the rows; "
-            "regenerate the list with `san data check` or `san data split`"
-        )
-    return Rows(Paths(rows, begins, middles), array("q", map(int, sizes)))
+    rows = [line.rpartition("\t") for line in lines]
+    if rows and all(size.isascii() and size.isdigit() for _, _, size in rows):
+        paths, sizes = tuple(name for name, _, _ in rows), array("q", (int(size) for _, _, size in rows))
+        if header == HEADER + digest(paths, sizes):
+            return paths, sizes
+    raise DataError(
+        f"{path}: damaged or edited by hand, because the digest does not match the rows; "
+        "regenerate the list with `san data check` or `san data split`"
+    )
 
 
 def write_whole(path: Path, lines: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.datasets.manifest import Paths, encode, read_lines, write_whole
+from pipelines.datasets.manifest import encode, read_lines, write_whole
 from pipelines.errors import DataError
 
 HEADER = "# shards "
@@ -45,7 +45,7 @@ class Index(NamedTuple):
     """The content of an index; all fields but `shards` have one entry per image."""
 
     shards: tuple[Shard, ...]
-    paths: Paths
+    paths: tuple[str, ...]
     sizes: "array[int]"
     """Bytes."""
     offsets: "array[int]"
@@ -194,7 +194,7 @@ def read_index(path: Path) -> Index:
             raise damaged
     except (ValueError, IndexError, OverflowError):
         raise damaged from None
-    return Index(shards, Paths.of(image for image, *_ in rows), array("q", sizes_N.tobytes()), array("q", offsets_N.tobytes()))
+    return Index(shards, tuple(image for image, *_ in rows), array("q", sizes_N.tobytes()), array("q", offsets_N.tobytes()))
 
 
 def sha256_of(path: Path) -> str:
