@@ -13,7 +13,7 @@ from pathlib import Path
 from experiments.grids.config import value_at
 from experiments.grids.grid import Plot, Trial
 from experiments.report import plots
-from experiments.report.data import GridReport, Measurement, TableRow, family, has_small_networks
+from experiments.report.data import GridReport, TableRow, family, has_small_networks
 from experiments.report.plots import Chart, Point, Series
 
 CURVES = {"val/top1": ("validation top-1, %", 100.0), "train/loss": ("training loss", math.inf)}
@@ -90,33 +90,6 @@ def cost_charts(report: GridReport) -> list[Chart]:
             heading = f"{side[0]}, by {'parameters' if field == 'params' else 'FLOPs'}"
             charts.append(Chart(heading, f"Top-1 accuracy against {words}, {side[0]}.", series, words, ACCURACY, most=100.0))
     return _charts_with_points(charts)
-
-
-def robustness_charts(report: GridReport) -> list[Chart]:
-    """Top-1 under each condition of a protocol over top-1 without it, by family of models: of two networks with the same
-    accuracy on clean images, the upper one is more robust."""
-    top1 = {(one.condition, one.row): one for one in report.measurements if one.number == "top1"}
-    labels, charts = _labels(report), []
-    first, *others = dict.fromkeys(condition for condition, _ in top1)
-    for condition in others:
-        for heading, field in {f"ours, {report.grid_run.profile}": "ours", "paper, ImageNet": "paper"}.items():
-            series = []
-            for style, (name, rows) in enumerate(report.families.items()):
-                pairs = [(top1.get((first, row.id)), top1.get((condition, row.id)), labels[row.id]) for row in rows]
-                points = [point for pair in pairs for point in _robustness_point(*pair, field)]
-                series += [Series(name, style, sorted(points, key=lambda point: point.x))] if points else []
-            description = f"Top-1 under {condition} against top-1 on clean images, {heading}."
-            axes = ("top-1 on clean images, %", f"top-1 under {condition}, %")
-            charts.append(Chart(f"{condition}, {heading}", description, series, *axes, most=100.0))
-    return _charts_with_points(charts)
-
-
-def _robustness_point(clean: Measurement | None, after: Measurement | None, label: str, field: str) -> list[Point]:
-    x, y = getattr(clean, field, None), getattr(after, field, None)
-    if after is None or x is None or y is None:
-        return []
-    around = (after.half_width if field == "ours" else None) or 0.0
-    return [Point(x, y, y - around, y + around, label, f"{after.row}: {y:.1f}{_plus_minus(around)} % of {x:.1f} %")]
 
 
 def curve_charts(report: GridReport) -> list[list[Chart]]:

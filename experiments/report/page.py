@@ -19,7 +19,7 @@ from experiments.evaluation.protocols import PROTOCOLS
 from experiments.report import attention_plot, plots
 from experiments.report import data as report_data
 from experiments.report.build import setting
-from experiments.report.charts import cost_charts, curve_charts, plot_charts, robustness_charts
+from experiments.report.charts import cost_charts, curve_charts, plot_charts
 from experiments.report.data import GridReport, Measurement, TableRow, grid_measurements
 from experiments.report.html import templates
 from experiments.report.plots import Chart
@@ -118,7 +118,6 @@ def page(report: GridReport) -> str:
         protocol=_protocol_table(report.measurements) if report.measurements else None,
         other_protocols=_other_protocols(report),
         seeds=Counter(trial.row for trial in grid_run.trials),
-        robustness_section=_robustness_section(report),
         results=_results_table(report),
         sections=[section for section in (_plot_section(report), _cost_section(report), _curves_section(report)) if section],
         by_classes=_by_classes(report.confusions),
@@ -143,13 +142,6 @@ def _by_classes(confusions: Mapping[str, Confusion]) -> dict[tuple[str, ...], di
     for row, confusion in confusions.items():
         by_classes.setdefault(confusion.classes, {})[row] = confusion
     return by_classes
-
-
-def _robustness_section(report: GridReport) -> Section | None:
-    charts = robustness_charts(report) if report.measurements else []
-    note = "At the same horizontal position, a higher point is more robust. Hover over a point for details."
-    note += _limit_note(report, "labels, where there is room")
-    return Section("Accuracy that remains", charts, _family_styles(report), note) if charts else None
 
 
 def _plot_section(report: GridReport) -> Section | None:
