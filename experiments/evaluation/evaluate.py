@@ -106,7 +106,8 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
         )
     _require_no_model(path, changes)
     origin = saved.origin
-    config = _config(merged(origin.record, changes))
+    # Without the settings of the engine, which have no effect here and which other versions may not know.
+    config = _config(merged(origin.record | {"engine": {}}, changes))
     file = path / saved.name if path.is_dir() else path
     return LoadedModel(
         file, saved.model(), config, len(saved.history), origin.classes, origin.data_digest, origin.seed, origin.row

@@ -290,12 +290,10 @@ class RecipeConfig(Strict):
 class EngineConfig(Strict):
     """How training steps are computed. Affects speed, memory and rounding, and is not part of a trial's key."""
 
-    zero_stage: Annotated[Literal[0, 1, 2], NUMBERS] = 0
-    """Stage of DeepSpeed's ZeRO: 1 partitions the momentum across workers, 2 also the gradients."""
     compile: bool = False
     """Trains the model with `torch.compile`. The averaged model from `recipe.ema_decay` is not compiled."""
     channels_last: bool | None = None
-    """Uses the channels-last memory format. Null: on GPUs only, and not with `zero_stage`."""
+    """Uses the channels-last memory format. Null: on GPUs only."""
     tf32: bool | None = None
     """Computes float32 products in TF32 (10-bit mantissas) on tensor cores. Null: on GPUs only."""
     cuda_graphs: bool = False
@@ -309,7 +307,7 @@ class EngineConfig(Strict):
     def on(self, device: str) -> EngineConfig:
         """These settings with every null resolved for a device type, `cpu` or `cuda`."""
         on_gpu = device == "cuda"
-        channels_last = (on_gpu and not self.zero_stage) if self.channels_last is None else self.channels_last
+        channels_last = on_gpu if self.channels_last is None else self.channels_last
         return self.model_copy(update={"channels_last": channels_last, "tf32": on_gpu and self.tf32 is not False})
 
 
@@ -390,38 +388,17 @@ def _engine_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     recipe, engine = config.recipe, config.engine
     if engine.cuda_graphs and not config.resources.gpus:
         yield "engine.cuda_graphs", "needs a GPU, but resources.gpus is 0; leave out this key, or set resources.gpus=1"
-    elif engine.cuda_graphs and engine.zero_stage:
-        yield (
-            "engine.cuda_graphs",
-            f"cannot be combined with engine.zero_stage={engine.zero_stage}, whose gradient communication a CUDA graph cannot "
-            "capture; leave out engine.cuda_graphs or engine.zero_stage",
-        )
     elif engine.cuda_graphs and recipe.sync_batchnorm:
         yield (
             "engine.cuda_graphs",
             "cannot be combined with recipe.sync_batchnorm, whose communication a CUDA graph cannot capture; "
             "leave out engine.cuda_graphs or recipe.sync_batchnorm",
         )
-    if not engine.zero_stage:
-        return
-    stage = f"engine.zero_stage={engine.zero_stage}"
-    if engine.channels_last:
-        yield (
-            "engine.channels_last",
-            f"cannot be combined with {stage}, which keeps all weights in one flat buffer; "
-            "leave out engine.channels_last or engine.zero_stage",
-        )
-    for key, value, default in (("optimizer", recipe.optimizer, "sgd"), ("decay", recipe.decay, "all")):
-        if value != default:
-            yield f"recipe.{key}", f"{value} cannot be combined with {stage}; leave out one of the two keys"
 
 
 def fine_tuning_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     """Errors in the keys for fine-tuning of a model that can be built."""
-    recipe, stage = config.recipe, config.engine.zero_stage
-    for key, is_set in {"freeze": bool(recipe.freeze), "layer_decay": recipe.layer_decay != 1}.items():
-        if is_set and stage:
-            yield f"recipe.{key}", f"cannot be combined with engine.zero_stage={stage}; leave out one of the two keys"
+    recipe = config.recipe
     for key, is_set in {"layer_decay": recipe.layer_decay != 1, "drop_path": bool(recipe.drop_path)}.items():
         if is_set and is_module(config.model.name):
             yield f"recipe.{key}", f"has no effect on {config.model.name}, whose parts are not known; leave out this key"

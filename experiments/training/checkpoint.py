@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from experiments.errors import UserError
-from experiments.grids.config import TrialConfig
+from experiments.grids.config import ModelConfig
 from experiments.runs.claims import Claim, claim_trial
 from experiments.runs.store import StorageError, Store
 from experiments.runs.summary import Epoch, best_of
@@ -70,7 +70,7 @@ class Checkpoint:
 
     def model(self) -> BaseModel:
         """The validated model, in evaluation mode, on the CPU."""
-        spec = TrialConfig.model_validate(self.origin.record).model.spec()
+        spec = ModelConfig.model_validate(self.origin.record["model"]).spec()
         model = spec.build(len(self.origin.classes))
         model.load_state_dict(validated_weights(self.engine))
         return model.eval()

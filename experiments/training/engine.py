@@ -97,21 +97,19 @@ class Engine:
             model=model,
             optimizer=self.optimizer,
             lr_scheduler=self.schedule,
-            config=_deepspeed_config(recipe, config, micro_batch, sum(weight.numel() for weight in model.parameters())),
+            config=_deepspeed_config(recipe, micro_batch),
         )
-        self._zero = config.zero_stage > 0
         if config.channels_last:
             for each in self._models():
                 _lay_channels_last(each)
+        # DeepSpeed would copy every gradient into a new buffer and back in every step.
+        self._engine.enable_backward_allreduce = False
         self._gradients: Tensor | None = None
-        # At stage 0, DeepSpeed walks through the module tree in every step to clear gradients; the optimizer has a list.
+        # DeepSpeed walks through the module tree in every step to clear gradients; the optimizer has a list.
         self._engine.zero_grad = self.optimizer.zero_grad
-        if not self._zero:
-            # DeepSpeed would copy every gradient into a new buffer and back in every step.
-            self._engine.enable_backward_allreduce = False
-            if dist.get_world_size() > 1 or config.cuda_graphs:
-                self._gradients = _flat_gradients(self.module)
-                self._engine.zero_grad = self._gradients.zero_
+        if dist.get_world_size() > 1 or config.cuda_graphs:
+            self._gradients = _flat_gradients(self.module)
+            self._engine.zero_grad = self._gradients.zero_
         if config.compile:
             # A process may train several models, and torch stops compiling after a number of different ones.
             torch.compiler.reset()
@@ -170,7 +168,7 @@ class Engine:
         return torch.stack((loss.detach(), share * part.accuracy(logits_NC)))
 
     def _average_gradients(self) -> None:
-        """Averages over the workers with a single request; with ZeRO, DeepSpeed has averaged already."""
+        """Averages over the workers with a single request."""
         if self._gradients is not None and dist.get_world_size() > 1:
             dist.all_reduce(self._gradients)
             self._gradients.mul_(1 / dist.get_world_size())
@@ -192,7 +190,7 @@ class Engine:
                     buffer /= workers
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to resume, identical on all workers and for every ZeRO stage; all workers must call this together.
+        """Everything needed to resume, identical on all workers; all workers must call this together.
 
         Within an epoch, BatchNorm statistics differ between workers: `workers` has the statistics and the random state of each
         worker. Python's and NumPy's random states are not saved, because training does not use them. `average` is the averaged
@@ -208,7 +206,7 @@ class Engine:
         return {
             "model": self.module.state_dict(),
             "average": None if self._average is None else self._average.module.state_dict(),
-            "optimizer": self._optimizer_state(),
+            "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "workers": workers,
         }
@@ -229,47 +227,12 @@ class Engine:
             model.load_state_dict(weights | its_buffers)
         if self._average is not None:
             self._average.n_averaged.fill_(1)  # with 0, the next update would copy the model
-        self._load_optimizer_state(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
 
     def _models(self) -> list[nn.Module]:
         """The trained model and, if there is one, the averaged model."""
         return [self.module] if self._average is None else [self.module, self._average.module]
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        """In the format of torch's SGD, even if ZeRO has distributed the momentum over the workers."""
-        state = self.optimizer.state_dict()
-        if not self._zero:
-            return state
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        weights = list(self.module.parameters()) if self.recipe.momentum else []
-        momenta = [safe_get_full_optimizer_state(weight, "momentum_buffer") for weight in weights]
-        (group,) = state["param_groups"]
-        return {
-            "state": {number: {"momentum_buffer": momentum} for number, momentum in enumerate(momenta)},
-            "param_groups": [group | {"params": [number for number, _ in enumerate(self.module.parameters())]}],
-        }
-
-    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Call it after the weights are loaded, because with ZeRO, DeepSpeed has a copy of this worker's partition of them."""
-        if not self._zero:
-            self.optimizer.load_state_dict(state)
-            return
-        zero = self._engine.optimizer
-        zero.refresh_fp32_params()
-        ((current,), (saved,)) = self.optimizer.param_groups, state["param_groups"]
-        current.update({name: value for name, value in saved.items() if name != "params"})
-        if not self.recipe.momentum:
-            return
-        from deepspeed.utils import safe_set_full_optimizer_state
-
-        (partition,) = current["params"]
-        self.optimizer.state[partition]["momentum_buffer"] = torch.zeros_like(partition)
-        zero._lazy_init_hp_params_optimizer_state()  # maps weights to the partition, as the first step would
-        for number, weight in enumerate(self.module.parameters()):
-            momentum = state["state"][number]["momentum_buffer"].to(weight.device)
-            safe_set_full_optimizer_state(weight, momentum, "momentum_buffer")
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -333,15 +296,12 @@ def _import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def _deepspeed_config(recipe: RecipeConfig, config: EngineConfig, micro_batch: int, weights: int) -> dict[str, Any]:
+def _deepspeed_config(recipe: RecipeConfig, micro_batch: int) -> dict[str, Any]:
     """States every setting that affects results, even if it is the default."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": recipe.grad_accum_steps,
         "gradient_clipping": 0.0,  # the default of DeepSpeed >= 0.19.3 is 1.0; the paper does not clip
-        # By default, DeepSpeed allocates 2 GB for this buffer, whatever the size of the model.
-        "zero_optimization": {"stage": config.zero_stage, "reduce_bucket_size": weights},
-        "zero_allow_untested_optimizer": True,  # DeepSpeed does not list torch's SGD as tested
         "torch_autocast": {
             "enabled": recipe.precision == "bfloat16",
             "dtype": "bfloat16",

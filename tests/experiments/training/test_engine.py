@@ -65,24 +65,23 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
 
 
-def train_on_a_half(rank: int, zero_stage: int) -> tuple[list[Tensor], Tensor]:
+def train_on_a_half(rank: int) -> tuple[list[Tensor], Tensor]:
     """The weights after three steps on this worker's half of each batch, and a buffer after averaging."""
     model = perceptron()
     model.register_buffer("seen", torch.tensor(float(rank)))
-    engine = Engine(model, recipe(), 3, 4, EngineConfig(zero_stage=zero_stage))
+    engine = Engine(model, recipe(), 3, 4)
     for images, labels in batches()[:3]:
         engine.train_step(images[rank::2], labels[rank::2])
     engine.average_buffers()
     return [weight.detach() for weight in engine.module.parameters()], model.seen
 
 
-@pytest.mark.parametrize("zero_stage", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_workers_train_like_one(zero_stage: int, tmp_path: Path) -> None:
+def test_two_workers_train_like_one(tmp_path: Path) -> None:
     """Gradients and BatchNorm's statistics are the mean over the workers."""
     alone = Engine(perceptron(), recipe(), 3, 8)
     for images, labels in batches()[:3]:
         alone.train_step(images, labels)
-    for weights, seen in together(train_on_a_half, tmp_path, zero_stage):
+    for weights, seen in together(train_on_a_half, tmp_path):
         for ours, theirs in zip(weights, alone.module.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.detach())
         assert seen == 0.5
@@ -143,13 +142,9 @@ OPTIONS = [
     pytest.param({"ema_decay": 0.9}, {}, id="average"),
     pytest.param({"grad_accum_steps": 3}, {}, id="accumulation"),
     pytest.param({"precision": "bfloat16"}, {}, id="bfloat16"),
-    pytest.param({}, {"zero_stage": 1}, id="zero1"),
-    pytest.param({}, {"zero_stage": 2}, id="zero2"),
-    pytest.param({"momentum": 0.0}, {"zero_stage": 2}, id="zero2 without momentum"),
+    pytest.param({"momentum": 0.0}, {}, id="without momentum"),
     pytest.param({}, {"compile": True}, id="compiled", marks=pytest.mark.slow),
-    pytest.param(
-        {"mixup_alpha": 0.4, "ema_decay": 0.9, "grad_accum_steps": 2, "precision": "bfloat16"}, {"zero_stage": 2}, id="several"
-    ),
+    pytest.param({"mixup_alpha": 0.4, "ema_decay": 0.9, "grad_accum_steps": 2, "precision": "bfloat16"}, {}, id="several"),
 ]
 
 
@@ -168,23 +163,6 @@ def test_state_round_trip(of_recipe: dict[str, Any], of_engine: dict[str, Any], 
     for ours, theirs in ((first.module, second.module), (first.model, second.model)):
         for left, right in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
             assert torch.equal(left, right)
-
-
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0)])
-def test_state_can_be_loaded_with_another_zero_stage(before: int, after: int) -> None:
-    options = recipe()
-    first, plain = (Engine(network(), options, 3, 8, EngineConfig(zero_stage=stage)) for stage in (before, 0))
-    for batch in batches()[:2]:
-        assert torch.equal(first.train_step(*batch), plain.train_step(*batch))
-    saved, expected = first.state_dict()["optimizer"], plain.state_dict()["optimizer"]
-    assert saved["param_groups"][0]["params"] == expected["param_groups"][0]["params"]
-    for number, moment in expected["state"].items():
-        assert torch.equal(saved["state"][number]["momentum_buffer"], moment["momentum_buffer"])
-    second = Engine(network(), options, 3, 8, EngineConfig(zero_stage=after))
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    for batch in batches()[2:5]:
-        assert torch.equal(second.train_step(*batch), plain.train_step(*batch))
-    assert second.lr == plain.lr
 
 
 def test_channels_last_gives_the_same_results() -> None:

@@ -43,7 +43,7 @@ ONE_WORKER = ("recipe.warmup_epochs=0.5", "recipe.precision=bfloat16", "resource
         (1, [Kill("step", 8)], ONE_WORKER),
         pytest.param(1, [Kill("step", 3), Kill("write", 7), Kill("write", 14)], ONE_WORKER, marks=pytest.mark.slow),
         # When a worker starts its third step, the other one has saved a checkpoint of at least the first.
-        pytest.param(2, [Kill("step", 3), Kill("step", 7)], ("engine.zero_stage=2",), marks=pytest.mark.slow),
+        pytest.param(2, [Kill("step", 3), Kill("step", 7)], (), marks=pytest.mark.slow),
     ],
     ids=["one worker", "one worker, first and last step", "two workers"],
 )
@@ -79,17 +79,14 @@ def test_killed_trial_resumes_with_identical_weights(
 
 
 @pytest.mark.slow
-def test_trial_resumes_with_another_number_of_workers_and_zero_stage(open_small_grid: OpenGrid, place: Place) -> None:
-    trial, alone = (resnet(open_small_grid(*SHORT, *ALWAYS, f"engine.zero_stage={stage}")) for stage in (2, 0))
-    assert trial.key == alone.key
+def test_trial_resumes_with_another_number_of_workers(open_small_grid: OpenGrid, place: Place) -> None:
+    trial = resnet(open_small_grid(*SHORT, *ALWAYS))
     workspace = place("runs2")
     assert ended(start(workspace, trial, 2, Kill("step", 7)))[-1] == -9
     begun = newest(workspace, trial)
     assert (begun.workers, begun.running.number) == (2, 1)
-    shapes = [weight.shape for weight in begun.model().parameters()]
-    assert [moment["momentum_buffer"].shape for moment in begun.engine["optimizer"]["state"].values()] == shapes
     assert begun.running.steps in (1, 2)  # the second one is not always saved before the kill
-    assert ended(start(workspace, alone, 1)) == [0]
+    assert ended(start(workspace, trial, 1)) == [0]
     assert "the number of workers changed from 2 to 1: BatchNorm resumes from the mean" in workspace.log(trial).read_text()
     finished = newest(workspace, trial)
     assert (finished.workers, len(finished.history)) == (1, 2)
