@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import sys
 import tempfile
 from pathlib import Path
 
@@ -118,7 +117,7 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
         return Dataset.open_shards(root, name)
     try:
         if source == "digits":
-            _require_digits(root)
+            prepare_digits(root)
         if root.name in CIFAR and _is_missing(root):
             raise DataError(f"{root}: no such folder; write it with `san data prepare {root.name}`")
         return Dataset.open(root, name, lists)
@@ -129,14 +128,9 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
 
 def without_writing(config: DataConfig) -> DataConfig:
     """The same images for a command that must not write: a missing embedded dataset is in a temporary folder, which is deleted
-    at the end of the process.
-
-    Raises:
-        DataError: the dataset could not be written to its place.
-    """
+    at the end of the process."""
     if config.source != "digits" or config.root is None or not _is_missing(PROJECT_DIR / config.root):
         return config
-    _require_parent(PROJECT_DIR / config.root)
     return config.model_copy(update={"root": str(prepare_digits(Path(_temporary().name, "digits")))})
 
 
@@ -147,33 +141,6 @@ def _temporary() -> tempfile.TemporaryDirectory[str]:
 
 def _is_missing(root: Path) -> bool:
     return not (root.is_dir() and any(root.iterdir()))
-
-
-def _is_ours(root: Path) -> bool:
-    return root.parent == PROJECT_DIR / "data"
-
-
-def _require_parent(root: Path) -> None:
-    """Raises DataError if the parent folder of an embedded dataset is missing, so that the path is probably a typo."""
-    if not _is_ours(root) and not root.parent.is_dir():
-        raise DataError(
-            f"data.root={root}: no such folder, and its parent {root.parent} does not exist either; correct the path, or "
-            f"write the dataset there with `san data prepare digits {root}`"
-        )
-
-
-def _require_digits(root: Path) -> None:
-    """Writes an embedded dataset if it is missing.
-
-    Raises:
-        DataError: the parent folder is missing too; or the folder has other content.
-    """
-    is_missing = _is_missing(root)
-    if is_missing:
-        _require_parent(root)
-    prepare_digits(root)
-    if is_missing and not _is_ours(root):
-        print(f"wrote dataset digits to {root}", file=sys.stderr, flush=True)
 
 
 @functools.cache
