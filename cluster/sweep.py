@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import ray
+import ray.exceptions
 import ray.train
 import ray.tune
 import ray.tune.search
@@ -34,6 +35,10 @@ V = TypeVar("V")
 # has, so that all CPUs are left for the workers and the driver does not run on a node that may be preempted.
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 
+OUT_OF_MEMORY = (
+    "a node's memory is used up, and Ray has ended trials there; end other programs, or run fewer trials at a time (a larger "
+    "resources.cpus). Finished epochs are kept; run the same command again to resume"
+)
 _AHEAD = 4
 """Minimum number of trials that wait for new nodes on a cluster that grows."""
 _LONGEST_REASON = 800
@@ -129,8 +134,10 @@ def sweep(
             tuner.fit()
             if is_interrupted():
                 raise KeyboardInterrupt
-        except BaseException:
+        except BaseException as error:
             ray.shutdown()  # otherwise Tune leaves its trials running
+            if isinstance(error.__cause__, ray.exceptions.OutOfMemoryError):  # which Tune does not handle
+                raise ClusterError(OUT_OF_MEMORY) from None
             raise
         if follower.fatal is not None:
             raise ClusterError(follower.fatal)

@@ -59,7 +59,7 @@ def complexity(model: nn.Module, input_size: int | tuple[int, int] = 224) -> Com
         ValueError: the input is too small for the model's footprints.
     """
     height, width = _height_and_width(input_size)
-    meta = copy.deepcopy(model).to("meta").eval()
+    meta = copy.deepcopy(model).to("meta").eval().requires_grad_(False)  # the counter looks for gradients of submodules
     image = _image(meta, height, width)
     with (
         ops.backend("unfused"),  # fused operators would hide the layers that they replace

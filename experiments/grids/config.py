@@ -112,12 +112,15 @@ def is_module(name: object) -> bool:
         return False
 
 
+IMPORT_HINT = "if a file of yours registers it, add --import FILE"
+
+
 def model_errors(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
     """Every error that prevents building the model for images of `size` pixels, as (path of the key, error)."""
     try:
         readers = _fields(type(model_spec(model.name)))  # type: ignore[arg-type]
     except ChoiceError as error:
-        yield "model.name", str(error)
+        yield "model.name", f"{error}; {IMPORT_HINT}"
         return
     fields = [field for field in readers if field != "name"]
     wrong = []
@@ -138,7 +141,7 @@ def model_errors(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
         with torch.device("meta"):
             model.spec().build(num_classes=2)
     except ChoiceError as error:
-        yield f"model.{error.field}", f"{error}; if a file of yours registers it, add --import FILE"
+        yield f"model.{error.field}", f"{error}; {IMPORT_HINT}"
     except ModelError as error:
         yield "model", str(error)
 
@@ -433,7 +436,8 @@ def _words(item: Any) -> str:
     """Pydantic's message, and the value as in YAML."""
     if item["type"] == "missing":
         return "missing; this key is required"
-    message = item["msg"].removeprefix("Input ").replace("valid tuple", "list")
+    message = item["msg"].removeprefix("Input ").replace("valid tuple", "list").replace("Tuple", "List")
+    message = message.partition(" after validation")[0]
     return f"{message[0].lower()}{message[1:]}, not {json.dumps(item['input'], default=str)}"
 
 

@@ -22,7 +22,7 @@ class SourceFile:
 
 
 def import_files(paths: Iterable[str | Path]) -> tuple[SourceFile, ...]:
-    """Imports files, which register what they define. A file that this process has imported already is not imported again.
+    """Imports files, which register what they define, also if this process has imported them already.
 
     Raises:
         UserError: a file cannot be read, or raises an exception; the message names it.
@@ -59,8 +59,6 @@ class SourceLoader(ExecutionLoader):
 
 def _import(file: SourceFile, path: Path) -> None:
     name = f"san_import_{hashlib.sha256(file.source.encode()).hexdigest()[:16]}_{file.name}"
-    if name in sys.modules:
-        return
     loader = SourceLoader(file, path)
     spec = importlib.util.spec_from_loader(name, loader)
     assert spec is not None

@@ -103,7 +103,8 @@ def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
         try:
             loaders(config, seed=0, rank=0, world=config.resources.workers)
         except UserError as error:
-            raise UserError(f"{grid}: row {row}: {error}") from None
+            which = f"row {row}: " if len(apart) > 1 else ""
+            raise UserError(f"{grid}: {which}{error}") from None
     digests = {init: init_digest(init) for init in {config.recipe.init for config in configs.values()}}
     tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in configs.items() if c.recipe.init is not None}
     for done in dict.fromkeys(_initialized(grid, row, config, digests) for row, config in tuned.values()):

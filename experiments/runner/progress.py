@@ -231,7 +231,7 @@ class Progress:
         self._write(f"waiting: {reason}")
 
     def interrupted(self) -> None:
-        self._write("interrupted; the trials save their work. Press Ctrl-C again to end at once")
+        self._write("interrupted; asking the trials to save their work. Press Ctrl-C again to end at once")
 
     def has_advanced(self) -> bool:
         """Whether a trial has finished an epoch."""

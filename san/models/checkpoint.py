@@ -180,7 +180,7 @@ def load_checkpoint(path: str | Path) -> BaseModel:
     """
     content = read(path)
     if not is_checkpoint(content) or not is_state(content["state_dict"]):
-        hint = "use load_released_checkpoint for the authors' files"
+        hint = "`san convert` makes such a file from a trial's checkpoint; load_released_checkpoint reads the authors' files"
         raise CheckpointError(f"{path}: not written by save_checkpoint or `san convert`; {hint}")
     sizes = content["num_classes"], content.get("in_channels", 3)
     return restore(path, content["name"], content["overrides"], *sizes, content["state_dict"])

@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, ClassVar, get_type_hints
+from typing import ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,14 @@ class ModuleSpec(ModelSpec):
             raise ModelError(f"{self.name} cannot be built with features_only=True, which only this package's networks support")
         check_count("num_classes", num_classes)
         settings = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "name"}
-        module = type(self).function(num_classes=num_classes, in_channels=in_channels, **settings)
+        build = functools.partial(type(self).function, num_classes=num_classes, in_channels=in_channels, **settings)
+        try:
+            module = build()
+        except RuntimeError:
+            if torch.get_default_device().type != "meta":
+                raise
+            with torch.device("cpu"):  # functions may read numbers from tensors, such as the rates of stochastic depth
+                module = build().to("meta")
         if not isinstance(module, nn.Module):
             raise ModelError(f"{self.name}: its function must return a torch.nn.Module, not {type(module).__name__}")
         return ModuleModel(self, module, num_classes, in_channels)
@@ -119,10 +126,9 @@ def timm_spec(name: str) -> ModuleSpec:
         raise ChoiceError("name", f"timm {timm.__version__} has no model {theirs!r}{hint} `timm.list_models()` lists them")
 
     def build(num_classes: int, in_channels: int, drop_path_rate: float = 0.0, img_size: int | None = None) -> nn.Module:
-        sizes: dict[str, Any] = {} if img_size is None else {"img_size": img_size}
-        module: nn.Module = timm.create_model(
-            theirs, num_classes=num_classes, in_chans=in_channels, drop_path_rate=drop_path_rate, **sizes
-        )
+        # timm leaves out settings that are None; not all of its models have these.
+        settings = {"drop_path_rate": drop_path_rate or None, "img_size": img_size}
+        module: nn.Module = timm.create_model(theirs, num_classes=num_classes, in_chans=in_channels, **settings)
         return module
 
     return module_spec(name, build)

@@ -111,3 +111,13 @@ class Shouting(Memory):
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         print("pid", int(metrics["pid"]), flush=True)
+
+
+def growing(gigabytes: int, report: Report) -> None:
+    """Takes memory step by step."""
+    report({"gigabytes": 0})
+    taken = []
+    for _ in range(10 * gigabytes):
+        taken.append(b"x" * 10**8)
+        time.sleep(0.1)
+    report({"gigabytes": gigabytes})

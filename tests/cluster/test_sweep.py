@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,27 @@ def test_two_workers_reduce_and_fail(resources: Resources, memory: functions.Mem
     assert sums == {"sum": 3.0, "workers": 2.0}
     assert waited[-1]["seconds"] < 20, "workers wait until Ray has received their reports"
     assert outcomes["trial"].error == "RuntimeError: rank one gives up"
+
+
+OUT_OF_MEMORY = """
+import os, sys
+from pathlib import Path
+
+memory = {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
+used = memory["MemTotal"] - memory["MemAvailable"]
+os.environ["RAY_memory_usage_threshold"] = f"{(used + 2.5e6) / memory['MemTotal']:.3f}"
+os.environ["RAY_memory_monitor_refresh_ms"] = "100"
+
+from cluster import Placement
+from cluster.sweep import sweep
+from tests.cluster import functions
+
+sweep(functions.growing, {"trial": 5}, Placement(), storage=sys.argv[1], observer=functions.Memory())
+"""
+
+
+@pytest.mark.slow
+def test_memory_that_is_used_up_ends_the_sweep_with_a_message(tmp_path: Path) -> None:
+    """By Ray's monitor, which ends a trial that takes 5 GB while 2.5 GB are free."""
+    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY, tmp_path], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("cluster.errors.ClusterError: a node's memory is used up")

@@ -130,6 +130,20 @@ def test_other_modules_have_one_part() -> None:
     assert (counted.params, counted.flops_paper) == (part.params, part.flops_paper)
 
 
+def test_weights_as_input_of_submodules() -> None:
+    """Such as the class token of a transformer."""
+
+    class Token(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token, self.layer = torch.nn.Parameter(torch.zeros(1, 3)), torch.nn.Linear(3, 2)
+
+        def forward(self, x_NCHW: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.token.expand(len(x_NCHW), -1))
+
+    assert san.complexity(Token(), 4).flops_paper == 2 * 3
+
+
 def test_other_dtypes_and_input_channels() -> None:
     expected = san.complexity(san.create_model("resnet26", 7), 64)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):

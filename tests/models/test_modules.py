@@ -58,6 +58,20 @@ def test_a_class_is_registered_like_a_function() -> None:
     assert san.create_model("net", 10, width=5)(torch.randn(2, 3, 8, 8)).shape == (2, 10)
 
 
+def test_model_may_read_numbers_from_tensors_when_it_is_built() -> None:
+    """As published networks do for the rates of stochastic depth; it is checked and counted on the meta device."""
+
+    @san.register_model("net")
+    def net(num_classes: int, in_channels: int = 3, rate: float = 0.1) -> nn.Module:
+        rates = [each.item() for each in torch.linspace(0, rate, 3)]
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(rates[-1]), nn.Linear(in_channels, num_classes))
+
+    model = san.create_model("net", 10, rate=0.2)
+    model.spec.check_input(8)
+    with torch.device("meta"):
+        assert san.complexity(model.spec.build(10), 8).params == 40
+
+
 def test_file_of_a_model_that_is_not_registered_says_so(tmp_path: Path) -> None:
     san.register_model("tiny")(tiny)
     san.save_checkpoint(san.create_model("tiny", 10), tmp_path / "tiny.pt")

@@ -79,6 +79,15 @@ def test_key_depends_on_the_source_of_the_rows_that_use_it(grid: Path) -> None:
     assert {row for row in before if before[row] != after[row]} == {"relation", "model"}
 
 
+def test_file_that_was_edited_and_restored_is_imported_again(grid: Path) -> None:
+    def parameters(text: str) -> int:
+        (grid.parent / "code" / "mine.py").write_text(text)
+        return sum(weight.numel() for weight in expand(grid)["model"].config.model.spec().build(10).parameters())
+
+    counts = [parameters(text) for text in (FILE, FILE.replace("nn.Flatten()", "nn.Flatten(), nn.Linear(3, 3)"), FILE)]
+    assert counts[0] == counts[2] < counts[1]
+
+
 def test_worker_needs_only_the_trial(grid: Path) -> None:
     """On another node, the file itself does not exist. The key is the same there."""
     trial, twin = expand(grid)["model"], expand(grid)["model"]

@@ -94,6 +94,7 @@ def finished_job(write_grid: WriteGrid, runs: Path) -> OpenGrid:
             top1 = TOPS[trial.row] + trial.seed
             epochs = [replace(EPOCH, epoch=i, top1=top1 - 10 * (2 - i), train_loss=2.0 - 0.5 * i) for i in range(3)]
             tracked.log(epochs)
+            tracked.summarise(epochs, images=100)
             tracked.finish()
         return grid_run
 
@@ -118,7 +119,7 @@ def save_untrained(grid_run: GridRun, trial: Trial) -> Path:
 def finished(grid_run: GridRun, tops: dict[str, float]) -> dict[str, Result]:
     """Results of a grid run whose named rows are finished with this top-1."""
     return {
-        trial.key: Result("run", True, {"val/top1": tops[trial.row], "val/top5": 99.0})
+        trial.key: Result("run", True, {"val/top1": tops[trial.row], "val/top5": 99.0, "summary/training_hours": 0.1})
         for trial in grid_run.trials
         if trial.row in tops
     }

@@ -46,8 +46,9 @@ def test_page_of_a_grid(finished_job: OpenGrid, tmp_path: Path, run_san: San) ->
         path.parent.mkdir(parents=True)
         path.write_bytes(Confusion(("<b>cat</b>", "dog"), ((3, 1), (0, 4))).as_csv())
     file = save_untrained(grid_run, next(trial for trial in grid_run.trials if trial.row == "pairwise_5"))
-    options = ("--seeds", "2", "--runs", grid_run.workspace.runs, "--json", "--html", tmp_path / "page.html")
-    run_san("report", tmp_path / "invented.yaml", *options)
+    (tmp_path / "mine.py").touch()
+    options = ("--seeds", "2", "--runs", grid_run.workspace.runs, "--json", "--html", tmp_path / "page.html", "--import")
+    run_san("report", tmp_path / "invented.yaml", *options, tmp_path / "mine.py")
     root = read_page(tmp_path / "page.html")
     text = text_of(root)
 
@@ -57,7 +58,7 @@ def test_page_of_a_grid(finished_job: OpenGrid, tmp_path: Path, run_san: San) ->
     assert all(table.findtext("caption") for table in root.iter("table"))
     assert all(heading.get("scope") for heading in root.iter("th"))
     ended = datetime.fromtimestamp(max(result.ended for result in results.values()), UTC)
-    assert "invented.yaml --profile digits --seeds 2 --only=resnet26_3" in text
+    assert "invented.yaml --profile digits --seeds 2 --only=resnet26_3 --import=" in text
     assert "Up and to the left is better." in text and "Intervals without an end mark" not in text  # two seeds have none
     assert "7 of 10 trials finished" in text and f"last trial finished {ended:%Y-%m-%d %H:%M} UTC" in text
 
@@ -78,6 +79,7 @@ def test_page_of_a_grid(finished_job: OpenGrid, tmp_path: Path, run_san: San) ->
     (section,) = root.findall(".//section[@aria-labelledby='attention-weights']")
     assert [picture.get("aria-label") for picture in section.iter("svg")] == [in_words(attention)]
     assert f"{attention.between:.0f} % of the variance" in text_of(section)
+    assert f" 180 --import={tmp_path / 'mine.py'}" in text_of(section)
     assert "patchwise_3-seed1" in text_of(section) and "No picture: " in text_of(section)
 
     assert f"san run {tmp_path / 'invented.yaml'} --profile digits --seeds 2" in text

@@ -253,7 +253,7 @@ def test_interrupted_trial_says_where_it_has_saved_and_where_it_resumes() -> Non
     lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
     assert lines == [
         "pairwise_3 starts",
-        "interrupted; the trials save their work. Press Ctrl-C again to end at once",
+        "interrupted; asking the trials to save their work. Press Ctrl-C again to end at once",
         "pairwise_3 saved at epoch 2/4, step 20/100",
         "pairwise_3 starts",
         "pairwise_3 resumes at epoch 2/4, step 21/100",
