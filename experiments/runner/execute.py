@@ -82,7 +82,7 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> 
         if not is_alone:
             print_status(
                 "another `san run` is using this machine: each takes all CPUs, so both are slower. To share the CPUs, start "
-                "each with some of them, such as `taskset --cpu-list 0-3 san run ...`"
+                f"each with some of them, such as `taskset --cpu-list 0-{max(resources.cpus // 2 - 1, 0)} san run ...`"
             )
         if on_this_machine:  # Fail before any trial starts if none can run.
             training_device(grid_run.trials[0].config)
