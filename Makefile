@@ -1,4 +1,4 @@
-# `make demo` (minutes), `make study` (two days) and `make test` set up what they need first; the second time they find it ready.
+# `make demo` (minutes), `make study` (a day) and `make test` set up what they need first; the second time they find it ready.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +21,7 @@ study: setup
 	@$(STEP) "CIFAR-10" $(BIN)/san data prepare cifar10
 	@$(STEP) "study" $(BIN)/san study --profile cifar10 --seeds 5
 
-# Train the networks whose weights the package contains (two hours on two cores), and write san/weights.
+# Train the networks whose weights the package contains (6 to 12 hours on two cores), and write san/weights.
 weights: setup
 	@$(STEP) "CIFAR-10" $(BIN)/san data prepare cifar10
 	@$(STEP) "training" $(BIN)/san run experiments/grids/pretrained.yaml --profile cifar10-full

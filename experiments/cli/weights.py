@@ -28,9 +28,8 @@ model.pretrained_cfg  # size, mean and std of the images, names of the classes
 ```
 
 - Check the accuracy: `san evaluate {name}`, with the same images in `data/cifar10`. On another processor, the last
-  digits can differ.
-- Train it again: `san run experiments/grids/pretrained.yaml --profile {profile} --only {row}` (key {key}). These
-  weights were trained with the same settings on one H200 by `python -m tests.gpu.cifar10`, where torch enlarges and crops."""
+  digits can differ; with other files of CIFAR-10, such as PNG files of the official arrays, the accuracy can differ slightly.
+- Train it again: `san run experiments/grids/pretrained.yaml --profile {profile} --only {row}` (key {key})."""
 
 
 @click.command()

@@ -21,6 +21,8 @@ from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.tracking import Result
 
 CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive", "open"
+PROFILE_PAGE = "profile.md"
+"""A page of our own beside the study's, to which it links."""
 """Verdicts; open means that there are not enough seeds yet."""
 
 
@@ -101,6 +103,10 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
     path.parent.mkdir(parents=True, exist_ok=True)
     files, spreads = [path], spreads_of(sections)
     page = [_header(sections, spreads, train_images, val_images), _summary(sections, spreads)]
+    if (path.parent / PROFILE_PAGE).exists():
+        page.insert(
+            1, f"[The profile's page]({PROFILE_PAGE}) describes the images, discusses reversals, and measures longer training."
+        )
     for section in sections:
         grid, trials = section.grid_run.grid, section.grid_run.trials
         page += [f"## {section.table.capitalize()}", grid.question]
@@ -133,7 +139,7 @@ This study repeats the controlled experiments in the paper on small images. `san
 {seeds}` trains the missing trials and rewrites this page.{missing}
 
 The profile `{first.profile}` uses {train_images:,} training and {val_images:,} validation images of
-{config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and {seeds} seeds per row. Accuracy is that after
+{config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and up to {seeds} seeds per row. Accuracy is that after
 the last epoch. Training the {len(speeds)} distinct trials took {hours:.1f} hours in total, without validation and
 interruptions; each trial used {hardware}. Rows with the same model in several tables share their runs.
 
