@@ -139,8 +139,8 @@ This study repeats the controlled experiments in the paper on small images. `san
 {seeds}` trains the missing trials and rewrites this page.{missing}
 
 The profile `{first.profile}` uses {train_images:,} training and {val_images:,} validation images of
-{config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and up to {seeds} seeds per row. Accuracy is that after
-the last epoch. Training the {len(speeds)} distinct trials took {hours:.1f} hours in total, without validation and
+{config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and up to {seeds} seeds per row. Accuracy is that
+after the last epoch. Training the {len(speeds)} distinct trials took {hours:.1f} hours in total, without validation and
 interruptions; each trial used {hardware}. Rows with the same model in several tables share their runs.
 
 **How to read the results.** The value after `±` is half the width of a 95% confidence interval over seeds by Student's t.
