@@ -6,3 +6,7 @@ TOKEN_HINT = "set RAY_AUTH_MODE=token, and save the cluster's token to ~/.ray/au
 
 class ClusterError(ValueError):
     """The cluster cannot be used as requested. The message is for users."""
+
+
+class LostError(ClusterError):
+    """Trials were lost; the same request may succeed later."""

@@ -24,7 +24,7 @@ import ray.tune
 import ray.tune.search
 from ray.tune.progress_reporter import TrialProgressCallback
 
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, LostError
 from cluster.placement import Placement, Resources, concurrency, workers_that_fit
 from cluster.session import resources, session
 
@@ -108,6 +108,7 @@ def sweep(
 
     Raises:
         ClusterError: a trial does not fit on the cluster, or raised a `fatal` exception.
+        LostError: Ray has ended trials because a node's memory is used up.
         KeyboardInterrupt: `is_interrupted` has returned true.
 
     A failed trial does not affect the others. Ctrl-C and exceptions of the observer end all trials and the session.
@@ -137,7 +138,7 @@ def sweep(
         except BaseException as error:
             ray.shutdown()  # otherwise Tune leaves its trials running
             if isinstance(error.__cause__, ray.exceptions.OutOfMemoryError):  # which Tune does not handle
-                raise ClusterError(OUT_OF_MEMORY) from None
+                raise LostError(OUT_OF_MEMORY) from None
             raise
         if follower.fatal is not None:
             raise ClusterError(follower.fatal)

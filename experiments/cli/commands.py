@@ -301,9 +301,11 @@ def main() -> None:
     except Exception as error:
         if not isinstance(error, _printed_errors()):
             raise
+        from cluster.errors import LostError
+
         lines = [printable(line) for line in f"san: {error}".splitlines()]
         click.echo("\n".join(lines), err=True)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, LostError) else 2)
 
 
 def _printed_errors() -> tuple[type[Exception], ...]:

@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from experiments.errors import UnavailableError
+from experiments.errors import UnavailableError, UserError
 from experiments.evaluation.attention import Attention, compute_attention
 from experiments.evaluation.evaluate import open_checkpoint, open_images, resolve_checkpoint
 from experiments.grids.grid import Trial
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result
-from experiments.training.checkpoint import DAMAGE, last_of
+from experiments.training.checkpoint import last_of
+from pipelines import DataError
+from san import CheckpointError
 from san.models.san import SANSpec
 
 MOST_SAMPLES = 4
@@ -62,5 +64,5 @@ def _sample(workspace: Workspace, trial: Trial) -> AttentionSample:
         images = open_images(opened)
         number = len(images) // 2
         return AttentionSample(trial, uri, number, compute_attention(opened, images.only([number])))
-    except (*DAMAGE, UnavailableError) as error:  # also UserError and DataError; a report is useful without a picture
-        return AttentionSample(trial, uri, 0, None, " ".join(str(error).split()) or type(error).__name__)
+    except (UserError, DataError, CheckpointError, UnavailableError) as error:  # a report is useful without a picture
+        return AttentionSample(trial, uri, 0, None, " ".join(str(error).split()))

@@ -13,6 +13,7 @@ import yaml
 
 import san
 from experiments.grids.config import ModelConfig
+from san.choice import ModelError
 from san.models import ModelSpec
 
 TABLES = Path(__file__).parent / "tables.yaml"
@@ -92,7 +93,7 @@ def _count_if_it_fits(model: ModelConfig) -> san.Complexity | None:
         spec = model.spec()
         spec.check_input(INPUT_SIZE)
         return count(spec, INPUT_SIZE)
-    except ValueError:
+    except ModelError:
         return None
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster import concurrency
+from cluster import ClusterError, concurrency
 from experiments.errors import MachineError, UserError
 from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
@@ -147,7 +147,7 @@ def _train_claimed(
                 fatal=(MachineError, ClaimedError),
                 is_interrupted=is_interrupted,
             )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, ClusterError):
         with suppress(TrackerError):
             grid_run.tracker.interrupted(trials.values())
         raise

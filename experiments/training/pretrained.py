@@ -62,9 +62,10 @@ def _read(path: Path, spec: ModelSpec) -> BaseModel:
     content = checkpoint.read(path)
     if "engine" in content:
         try:
-            return Checkpoint.read(path).model()
+            found = Checkpoint.read(path)
         except DAMAGE as error:
             raise UserError(f"{path}: checkpoint damaged or written by an older version ({error})") from None
+        return found.model()
     if checkpoint.is_checkpoint(content):
         return checkpoint.load_checkpoint(path)
     return released.load_released_checkpoint(path, spec.name, **checkpoint.overrides_of(spec))

@@ -126,4 +126,4 @@ sweep(functions.growing, {"trial": 5}, Placement(), storage=sys.argv[1], observe
 def test_memory_that_is_used_up_ends_the_sweep_with_a_message(tmp_path: Path) -> None:
     """By Ray's monitor, which ends a trial that takes 5 GB while 2.5 GB are free."""
     done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY, tmp_path], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1].startswith("cluster.errors.ClusterError: a node's memory is used up")
+    assert done.stderr.splitlines()[-1].startswith("cluster.errors.LostError: a node's memory is used up")

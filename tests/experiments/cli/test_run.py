@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from torch import nn
 
 import san
+from cluster.errors import LostError
 from cluster.sweep import Observer, Outcome
 from experiments.cli.run import run, study
 from experiments.errors import UserError
@@ -27,7 +28,7 @@ from experiments.runs.claims import claimed_trials
 from experiments.tracking import TrackerError
 from experiments.tracking.tracker import Tracker
 from san.models.registry import VARIANTS
-from tests.experiments.conftest import OpenGrid, TrainTrial, WriteGrid
+from tests.experiments.conftest import OpenGrid, San, TrainTrial, WriteGrid
 from tests.experiments.samples import EPOCH, runs_of
 
 EQUAL_ROWS = """
@@ -59,7 +60,7 @@ def trained(replace_cluster: Callable[[TrainTrial], None]) -> list[str]:
         names.append(f"{trial.grid}/{trial.name}")
         tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
         tracked.log([replace(EPOCH, top1=float(len(names)))])
-        tracked.add({"summary/images_per_second": 100.0})
+        tracked.add({"summary/images_per_second": 100.0, "summary/training_hours": 0.1})
         tracked.finish()
 
     replace_cluster(train_trial)
@@ -246,6 +247,18 @@ def test_trial_that_another_command_trains_is_skipped(
     assert "not finished: plain, written_out; to resume, run `" in err
     assert run(grid_run, None)
     assert trained == ["first/other", "first/plain"]
+
+
+@pytest.mark.usefixtures("trained")
+def test_run_that_loses_its_trials_can_be_repeated(open_text: OpenGrid, run_san: San, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid_run = open_text(EQUAL_ROWS)
+    command = "run", grid_run.request.grid, "--runs", grid_run.workspace.runs
+    with monkeypatch.context() as context:
+        context.setattr("cluster.sweep.sweep", Mock(side_effect=LostError("no memory is left")))
+        code, _, err = run_san(*command)
+    assert (code, err.splitlines()[-1]) == (1, "san: no memory is left")
+    assert [parent.info.status for parent in runs_of(grid_run, "grid")] == ["KILLED"]
+    assert run_san(*command)[0] == 0
 
 
 @pytest.mark.usefixtures("trained")
