@@ -28,7 +28,7 @@ from cluster.errors import ClusterError, LostError
 from cluster.placement import Placement, Resources, concurrency, workers_that_fit
 from cluster.session import resources, session
 
-Report = Callable[[Mapping[str, float]], None]
+ReportFn = Callable[[Mapping[str, float]], None]
 V = TypeVar("V")
 
 # With several workers, a trial's driver computes nothing itself. It asks for a small part of a resource that only the head node
@@ -79,7 +79,7 @@ class Observer(Protocol):
 
 
 def sweep(
-    function: Callable[[V, Report], object],
+    function: Callable[[V, ReportFn], object],
     values: Mapping[str, V],
     placement: Placement,
     *,
@@ -152,7 +152,7 @@ def _trial_resources(placement: Placement) -> dict[str, float]:
 
 
 def _trainable(
-    function: Callable[[V, Report], object],
+    function: Callable[[V, ReportFn], object],
     values: dict[str, V],
     placement: Placement,
     folder: str,

@@ -1,8 +1,8 @@
 """The schema of every operator, forward and backward.
 
 Kernels live in `cuda_ext/cpu`, `cuda_ext/cuda` and `cuda_ext/resample.cpp`; each source file registers its kernels at the end.
-Fake kernels and autograd live in `san/ops/library.py`, definitions in `san/ops/reference.py` and `definitions.py`. The schemas
-are defined in Python, so that any part of the extension can be missing, and FLOPs can be counted without the extension.
+Fake kernels and autograd live in `san/ops/library.py`, definitions in `san/ops/reference.py` and `fused_reference.py`. The
+schemas are defined in Python, so that any part of the extension can be missing, and FLOPs can be counted without the extension.
 """
 
 from __future__ import annotations

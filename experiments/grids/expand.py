@@ -189,8 +189,7 @@ def expand(request: GridRequest, tables: Collection[str], resolve_paths: bool = 
         raise UserError("\n".join(f"{path}: {key}: {what}" for key, what in schema_errors(error, Grid))) from None
     _raise_all(path, [*_grid_errors(grid, tables), *_axis_errors(grid, layers)])
     sources = import_files([*grid.imports, *request.imports])
-    rows = (Row.model_construct(id=""),) if "rows" not in content else grid.rows
-    grid = grid.model_copy(update={"rows": _multiplied(rows, grid.product)})
+    grid = grid.model_copy(update={"rows": _multiplied(grid.rows, grid.product)})
     _raise_all(path, _repeated(grid))
     profile_file = profile_path(request.profile)
     configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file), layers, resolve_paths))
@@ -244,13 +243,15 @@ def _repeated(grid: Grid) -> Iterator[str]:
 
 
 def _multiplied(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]]) -> tuple[Row, ...]:
-    """Every row with every combination of values, which are part of its id; the last axis varies fastest."""
+    """Every row with every combination of values, which are part of its id; the last axis varies fastest. Without rows, every
+    combination is a row."""
     result = []
-    for row, values in itertools.product(rows, itertools.product(*axes.values())):
+    for row, values in itertools.product(rows or (None,), itertools.product(*axes.values())):
         named = list(zip(axes, values, strict=True))
-        parts = [row.id, *(_id_part(key, value) for key, value in named)]
-        layer = merged(row.model_dump(exclude={"id"}), *(_nested(key, value) for key, value in named))
-        result.append(Row.model_validate({"id": "-".join(filter(None, parts)), **layer}))
+        parts = [*([row.id] if row else []), *(_id_part(key, value) for key, value in named)]
+        own = row.model_dump(exclude={"id"}) if row else {}
+        layer = merged(own, *(_nested(key, value) for key, value in named))
+        result.append(Row.model_validate({"id": "-".join(parts), **layer}))
     return tuple(result)
 
 

@@ -15,7 +15,7 @@ from experiments.grids.imports import import_sources
 from experiments.runner.progress import SECONDS_BETWEEN_LINES, Display
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import last_of
-from experiments.training.reporter import Report
+from experiments.training.reporter import ReportFn
 from experiments.training.trainer import trial_log
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class MeasureTask:
     conditions: tuple[Condition, ...]
 
 
-def measure_trial(task: MeasureTask, report: Report) -> None:
+def measure_trial(task: MeasureTask, report: ReportFn) -> None:
     """Measures a trial after its last epoch. Reports contain `condition`, an index into `task.conditions`, and either `done`,
     the finished fraction, or the metrics of the finished condition.
 

@@ -79,9 +79,9 @@ class Tracker:
             own, runs = self.client.get_experiment_by_name(self.grid), self._anywhere(TRIALS)
 
         def worth(run: Run) -> tuple[bool, bool, bool]:
-            is_mine = own is not None and run.info.experiment_id == own.experiment_id
-            is_mine = is_mine and run.data.tags["san.profile"] == self.profile
-            return run.info.status == "FINISHED", self._has_stopped(run), is_mine
+            is_own = own is not None and run.info.experiment_id == own.experiment_id
+            is_own = is_own and run.data.tags["san.profile"] == self.profile
+            return run.info.status == "FINISHED", self._has_stopped(run), is_own
 
         return {run.data.tags["san.trial"]: self._result(run) for run in sorted(runs, key=worth) if any(worth(run))}
 

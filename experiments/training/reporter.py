@@ -15,7 +15,7 @@ from pipelines import Loader
 
 _log = logging.getLogger(__name__)
 
-Report = Callable[[Mapping[str, float]], None]
+ReportFn = Callable[[Mapping[str, float]], None]
 
 SECONDS_BETWEEN_REPORTS = 10.0
 """Within an epoch; the end of an epoch is always reported."""
@@ -53,7 +53,7 @@ class ProgressReporter:
         train: the training images.
     """
 
-    def __init__(self, report: Report, epochs: int, train: Loader) -> None:
+    def __init__(self, report: ReportFn, epochs: int, train: Loader) -> None:
         self.report, self.epochs, self.train = report, epochs, train
         self._reports, self._lines = Throttle(SECONDS_BETWEEN_REPORTS), Throttle(SECONDS_BETWEEN_LOG_LINES)
 

@@ -34,7 +34,7 @@ from experiments.training.engine import Engine, join_process_group, numerics
 from experiments.training.images import loaders
 from experiments.training.metrics import RunningEpoch, evaluate
 from experiments.training.pretrained import initialize
-from experiments.training.reporter import ProgressReporter, Report
+from experiments.training.reporter import ProgressReporter, ReportFn
 from experiments.training.watchdog import Watchdog
 from pipelines import Loader
 
@@ -53,7 +53,7 @@ SECONDS_BETWEEN_CHECKS = 2.0
 def run_trial(
     workspace: Workspace,
     trial: Trial,
-    report: Report,
+    report: ReportFn,
     should_continue: ShouldContinue | None = None,
     should_stop: ShouldStop | None = None,
     grid_claim: Claim | None = None,
@@ -96,7 +96,7 @@ def _prepare(
     device: torch.device,
     checkpoints: Checkpoints,
     watchdog: Watchdog,
-    report: Report,
+    report: ReportFn,
     should_continue: ShouldContinue | None,
     should_stop: ShouldStop | None,
 ) -> Trainer:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from cuda_ext import schemas
 from cuda_ext.build import CUDA_ARCHITECTURES, gpu_refusal, libraries, toolchains
 from cuda_ext.build import load as load_kernels
-from san.ops import definitions, reference
+from san.ops import fused_reference, reference
 from san.ops.footprint import check_footprint
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -225,14 +225,14 @@ OPERATORS = (
     ),
     Operator(
         name="norm_affine",
-        definition=definitions.norm_affine,
+        definition=fused_reference.norm_affine,
         fake=lambda mean, *_: mean.new_empty(3, *mean.shape),
         fake_backward=lambda grad, var, *_: _like((var,) * 4),
         backward_arguments=lambda inputs, _: (inputs[1], inputs[2], inputs[4]),
     ),
     Operator(
         name="pair_statistics",
-        definition=definitions.pair_statistics,
+        definition=fused_reference.pair_statistics,
         fake=_pair_channels,
         fake_backward=lambda grad_mean, grad_var, center, around, *_: _like((center, around)),
         backward_arguments=lambda inputs, mean: (*inputs[:2], *mean, *inputs[2:]),
@@ -240,7 +240,7 @@ OPERATORS = (
     ),
     Operator(
         name="pair_covariance",
-        definition=definitions.pair_covariance,
+        definition=fused_reference.pair_covariance,
         fake=_pair_covariance,
         fake_backward=lambda grad_mean, grad_covariance, *inputs: _like(inputs[:3]),
         backward_arguments=lambda inputs, mean: (*inputs[:3], *mean, *inputs[3:]),
@@ -248,7 +248,7 @@ OPERATORS = (
     ),
     Operator(
         name="pair_weights",
-        definition=definitions.pair_weights,
+        definition=fused_reference.pair_weights,
         fake=_pair_weights,
         fake_backward=lambda grad, w, *inputs: _like(inputs[:6]),
         backward_arguments=lambda inputs, w: (*w, *inputs),
@@ -258,7 +258,7 @@ OPERATORS = (
     ),
     Operator(
         name="patch_statistics",
-        definition=definitions.patch_statistics,
+        definition=fused_reference.patch_statistics,
         fake=_patch_columns,
         fake_backward=lambda grad_mean, grad_var, center, around, *_: _like((center, around)),
         backward_arguments=lambda inputs, mean: (*inputs[:2], *mean, *inputs[2:]),
@@ -266,7 +266,7 @@ OPERATORS = (
     ),
     Operator(
         name="patch_linear",
-        definition=definitions.patch_linear,
+        definition=fused_reference.patch_linear,
         fake=_patch_linear,
         fake_backward=lambda grad, *inputs: _like(inputs[:4]),
         backward_arguments=lambda inputs, _: inputs,
@@ -275,7 +275,7 @@ OPERATORS = (
     ),
     Operator(
         name="norm_relu",
-        definition=definitions.norm_relu,
+        definition=fused_reference.norm_relu,
         fake=_norm_relu,
         fake_backward=lambda grad, *inputs: _like(inputs[:3]),
         backward_arguments=lambda inputs, statistics: (*inputs[:3], *statistics, inputs[5], inputs[3] is None),

@@ -24,7 +24,7 @@ from mlflow.entities import Metric, Param, RunStatus
 
 from cluster import Placement
 from cluster.session import session
-from cluster.sweep import Outcome, Report, sweep
+from cluster.sweep import Outcome, ReportFn, sweep
 from experiments.grids.config import PROJECT_DIR, flat
 from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import known_results, open_grid_run
@@ -67,7 +67,7 @@ class Clock:
     def waiting(self, reason: str) -> None: ...
 
 
-def nothing(value: int, report: Report) -> None:
+def nothing(value: int, report: ReportFn) -> None:
     report({"value": value})
 
 

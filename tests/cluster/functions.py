@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.sweep import Outcome, Report
+from cluster.sweep import Outcome, ReportFn
 
 
 @dataclass(slots=True)
@@ -37,21 +37,21 @@ class Memory:
         return [metrics for reported, metrics in self.reports if reported == key]
 
 
-def timed(seconds: float, report: Report) -> None:
+def timed(seconds: float, report: ReportFn) -> None:
     """Reports the times of its start and end."""
     report({"time": time.time()})
     time.sleep(seconds)
     report({"time": time.time()})
 
 
-def counting(last: int, report: Report) -> None:
+def counting(last: int, report: ReportFn) -> None:
     for epoch in range(last):
         report({"epoch": epoch})
     if last == 0:
         raise ValueError("nothing to count\nnot even to one")
 
 
-def dying(marker: str, report: Report) -> None:
+def dying(marker: str, report: ReportFn) -> None:
     """Dies without an exception unless the marker exists; creates the marker if its folder exists."""
     if not Path(marker).exists():
         if Path(marker).parent.exists():
@@ -60,7 +60,7 @@ def dying(marker: str, report: Report) -> None:
     report({"survived": 1.0})
 
 
-def ending(how: str, report: Report) -> None:
+def ending(how: str, report: ReportFn) -> None:
     """Reports its process, then succeeds, fails, fails without a retry, or kills its process."""
     report({"pid": os.getpid()})
     if how == "raises":
@@ -71,7 +71,7 @@ def ending(how: str, report: Report) -> None:
         os._exit(3)
 
 
-def describing(value: str, report: Report) -> None:
+def describing(value: str, report: ReportFn) -> None:
     """Reports the environment of a worker."""
     report(
         {
@@ -83,7 +83,7 @@ def describing(value: str, report: Report) -> None:
     )
 
 
-def reducing(value: float, report: Report) -> None:
+def reducing(value: float, report: ReportFn) -> None:
     """Sums the ranks over all workers, then fails on rank 1."""
     import torch
     from torch import distributed
@@ -99,7 +99,7 @@ def reducing(value: float, report: Report) -> None:
     distributed.barrier()
 
 
-def asking(plan: tuple[Callable[[str, list[float]], bool], str, list[float]], report: Report) -> None:
+def asking(plan: tuple[Callable[[str, list[float]], bool], str, list[float]], report: ReportFn) -> None:
     """Each worker asks after each score whether to continue, and continues in any case."""
     judge, key, scores = plan
     for number in range(len(scores)):
@@ -113,7 +113,7 @@ class Shouting(Memory):
         print("pid", int(metrics["pid"]), flush=True)
 
 
-def growing(gigabytes: int, report: Report) -> None:
+def growing(gigabytes: int, report: ReportFn) -> None:
     """Takes memory step by step."""
     report({"gigabytes": 0})
     taken = []

@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 
 from cluster import Placement
 from cluster.session import session
-from cluster.sweep import Report, sweep
+from cluster.sweep import ReportFn, sweep
 from tests.cluster.functions import Shouting
 
 # Ray notices a lost node within 2 s instead of 15.
@@ -176,7 +176,7 @@ def separate_addresses() -> Iterator[Network | None]:
         network.close()
 
 
-def outliving(folder: str, report: Report) -> None:
+def outliving(folder: str, report: ReportFn) -> None:
     """Ends at the third attempt; the others sleep until they are killed."""
     attempts = Path(folder) / "attempts"
     with open(attempts, "a") as file:
@@ -193,7 +193,7 @@ def outlive(folder: str, address: str) -> None:
     print(f"{len(memory.starts)} starts, error {outcomes['trial'].error}")
 
 
-def placed(file: str, report: Report) -> None:
+def placed(file: str, report: ReportFn) -> None:
     """Each worker writes the ID of its node, and occupies it until the other workers have written theirs."""
     Path(f"{file}-{os.environ['RANK']}").write_text(ray.get_runtime_context().get_node_id())
     report({"pid": os.getpid()})

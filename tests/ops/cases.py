@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from san.ops import definitions
+from san.ops import fused_reference
 
 KINDS = ("pairwise", "patchwise")
 OPERATORS = ("pair_statistics", "pair_covariance", "pair_weights", "patch_statistics", "patch_linear")
@@ -106,7 +106,7 @@ def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:
 
 def defined(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
     """Returns the outputs of the definition in plain PyTorch."""
-    out = getattr(definitions, operator)(*tensors, *rest(operator, sizes))
+    out = getattr(fused_reference, operator)(*tensors, *rest(operator, sizes))
     return out if isinstance(out, tuple) else (out,)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cuda_ext import build
-from san.ops import definitions, reference
+from san.ops import fused_reference, reference
 from tests.ops.cases import (
     OPERATORS,
     SIZES,
@@ -155,7 +155,7 @@ def test_norm_affine_matches_the_definition(dtype: torch.dtype, order: str, shim
     var[10:] = var[10:].abs()  # a negative variance counts as 0
     ours = mean.to(dtype), var.to(dtype), weight.half(), bias.float()
     want, grads = differentiated(
-        lambda t: (definitions.norm_affine(t[0], t[1], t[2], t[3], 1e-5),), tuple(x.double() for x in ours)
+        lambda t: (fused_reference.norm_affine(t[0], t[1], t[2], t[3], 1e-5),), tuple(x.double() for x in ours)
     )
     got = shim.norm_affine(*ours, 1e-5)
     got_grads = shim.norm_affine_backward(cotangents((got,))[0], ours[1], ours[2], 1e-5)
@@ -226,7 +226,7 @@ def test_long_sums_do_not_drift(operator: str, shim: Any) -> None:
         want = defined(operator, tuple(x.double() for x in tensors), sizes)[1]
     else:
         tensors = *tensors, torch.ones(1, 1), torch.ones(1), torch.ones(1, 1)
-        grad = definitions.relation(center, around, 5, 0)  # so that the terms of the sum do not cancel
+        grad = fused_reference.relation(center, around, 5, 0)  # so that the terms of the sum do not cancel
         got = shim.pair_weights_backward(grad, computed(operator, tensors, sizes, shim)[0], *tensors, *rest(operator, sizes))[3]
         leaves = [x.double().requires_grad_() for x in tensors]
         want = torch.autograd.grad(defined(operator, tuple(leaves), sizes)[0], leaves, grad.double())[3]
