@@ -89,9 +89,7 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> 
         at_once = min(concurrency(grid_run.placement, resources), len(missing))
         print_status(room(grid_run, resources, at_once))
         with claimed_trials(store, grid_run.full_name, missing, grid_run.request.take_over) as (claimed, claim):
-            others = [trial.name for key, trial in missing.items() if key not in claimed]
-            if others:
-                print_status(f"skipped, because another `san run` is training the same trials: {', '.join(others)}")
+            _print_skipped(missing, claimed)
             results = known_results(grid_run)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(grid_run, results, trial)}
             prepare(grid_run)
@@ -169,6 +167,7 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         session(address, restart) as resources,
         claimed_trials(store, grid_run.full_name, trials, grid_run.request.take_over) as (claimed, _),
     ):
+        _print_skipped(trials, claimed)
         tasks = {key: missing[key] for key in claimed}
         at_once, protocol = min(concurrency(placement, resources), len(tasks)), grid_run.grid.robustness
         number = trial_count(len(tasks))
@@ -191,6 +190,11 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         finally:
             progress.close()
         _conclude(grid_run, "measured", outcomes, trials, start)
+
+
+def _print_skipped(trials: Mapping[str, Trial], claimed: Mapping[str, Trial]) -> None:
+    if others := [trial.name for key, trial in trials.items() if key not in claimed]:
+        print_status(f"skipped, because another `san run` uses the same trials: {', '.join(others)}")
 
 
 @contextmanager

@@ -242,7 +242,7 @@ def test_trial_that_another_command_trains_is_skipped(
         assert not run(grid_run, None)
     assert trained == ["first/other"]
     err = capsys.readouterr().err
-    assert "skipped, because another `san run` is training the same trials: plain" in err
+    assert "skipped, because another `san run` uses the same trials: plain" in err
     assert "trained 1 trial in " in err
     assert "not finished: plain, written_out; to resume, run `" in err
     assert run(grid_run, None)
