@@ -35,7 +35,7 @@ V = TypeVar("V")
 # has, so that all CPUs are left for the workers and the driver does not run on a node that may be preempted.
 DRIVER_RESOURCES = {"node:__internal_head__": 0.001}
 
-OUT_OF_MEMORY = (
+_OUT_OF_MEMORY = (
     "a node's memory is used up, and Ray has ended trials there; end other programs, or run fewer trials at a time (a larger "
     "resources.cpus). Finished epochs are kept; run the same command again to resume"
 )
@@ -138,7 +138,7 @@ def sweep(
         except BaseException as error:
             ray.shutdown()  # otherwise Tune leaves its trials running
             if isinstance(error.__cause__, ray.exceptions.OutOfMemoryError):  # which Tune does not handle
-                raise LostError(OUT_OF_MEMORY) from None
+                raise LostError(_OUT_OF_MEMORY) from None
             raise
         if follower.fatal is not None:
             raise ClusterError(follower.fatal)

@@ -183,7 +183,7 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         try:
             with _ray_folder(grid_run) as folder:
                 outcomes = sweep(measure_trial, tasks, placement, storage=folder, observer=progress, non_retryable=errors)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ClusterError):
             with suppress(TrackerError):
                 grid_run.tracker.interrupted(())
             raise

@@ -58,7 +58,8 @@ class Restart:
 
 
 def _close_files_on_exec() -> None:
-    """Ray's shared memory would stay allocated. Closing the files before `execv` would disturb threads that read from them."""
+    """Makes `execv` close all files; otherwise Ray's shared memory would stay allocated. Closing them earlier would disturb
+    threads that read from them."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
             with suppress(OSError):  # closed meanwhile, as the listing itself

@@ -21,7 +21,7 @@ from pipelines.errors import DataError, join_names
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 SYNTHETIC_AT_MOST = 5_000_000
-"""Maximum number of images, whose names take a gigabyte."""
+"""Maximum number of images, whose names take half a gigabyte."""
 PARTS_OF = {"train-split": "train", "val-split": "train"}
 """Splits whose images are in the folder of another split."""
 LISTING_THREADS = 16

@@ -34,7 +34,7 @@ class Relation:
 
     @property
     def is_added(self) -> bool:
-        """Whether it is not of the paper."""
+        """Whether a user has registered it."""
         return not self.delta.__module__.startswith("san.")
 
 

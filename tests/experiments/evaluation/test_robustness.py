@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import san
+from cluster.errors import LostError
 from cluster.sweep import Observer
 from experiments.cli.run import run
 from experiments.evaluation.attack import predictions
@@ -67,15 +68,15 @@ GRID = """
 @pytest.fixture
 def started(replace_cluster: Callable[[TrainTrial], None], process_group: None) -> list[tuple[str, object]]:
     """Runs trials in this process instead of a cluster. Lists their keys and values."""
-    cells: list[tuple[str, object]] = []
+    begun: list[tuple[str, object]] = []
 
-    def run_cell(function: Callable[..., object], value: Trial | MeasureTask, observer: Observer) -> None:
+    def run_here(function: Callable[..., object], value: Trial | MeasureTask, observer: Observer) -> None:
         key = value.trial.key if isinstance(value, MeasureTask) else value.key
-        cells.append((key, value))
+        begun.append((key, value))
         function(value, functools.partial(observer.progress, key))
 
-    replace_cluster(run_cell)
-    return cells
+    replace_cluster(run_here)
+    return begun
 
 
 @pytest.fixture
@@ -83,8 +84,13 @@ def grid_run(write_grid: WriteGrid, runs: Path) -> GridRun:
     return open_grid_run(GridRequest(write_grid(GRID, "turned.yaml"), "digits", (), runs))
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt, LostError])
 def test_grid_measures_only_missing_conditions(
-    grid_run: GridRun, started: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    end: type[BaseException],
+    grid_run: GridRun,
+    started: list[tuple[str, object]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     progress = execute.MeasureProgress
 
@@ -92,10 +98,10 @@ def test_grid_measures_only_missing_conditions(
         def progress(self, key: str, metrics: Mapping[str, float]) -> None:
             super().progress(key, metrics)
             if key == grid_run.trials[1].key and metrics["condition"] == 1:
-                raise KeyboardInterrupt
+                raise end
 
     monkeypatch.setattr(execute, "MeasureProgress", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(end):
         run(grid_run, None)
     assert sorted(key for key, _ in started) == sorted(2 * [trial.key for trial in grid_run.trials])  # trained, then measured
     assert [run.info.status for run in runs_of(grid_run, "grid")] == ["KILLED"]

@@ -333,6 +333,7 @@ PLOT = "plot: {x: model.footprint, series: model.name, label: l}"
         ("extends: 3", "extends: .*not 3"),
         ("extends: grid.yaml", "grid.yaml: extends: .*itself"),
         (f"question: q\nseeds: [-1]\nrows: [{MODEL}]", r"seeds\[0\]: .*-1"),
+        (f"question: q\nseeds: []\nrows: [{MODEL}]", r"seeds: list should have at least 1 item, not \[\]"),
         (f"question: q\nseeds: [1, 1]\nrows: [{MODEL}]", "unique.*: 1"),
         (f"question: q\nrows: [{MODEL}, {MODEL}]", "unique.*: a"),
         ("question: q\nrows: [{id: a, model: {name: resnet26}, seeds: [3, 3]}]", "seed of a must be unique.*: 3"),
