@@ -84,7 +84,8 @@ def test_page_of_a_grid(finished_job: OpenGrid, tmp_path: Path, run_san: San) ->
 
     assert f"san run {tmp_path / 'invented.yaml'} --profile digits --seeds 2" in text
     trials = {row[0]: row[1:] for row in rows_of_table(root, "reproduce")}
-    assert trials[first.name][:2] == [first.key, results[first.key].run_id]
+    minutes = f"{60 * results[first.key].metrics['summary/training_hours']:.1f}"  # without interruptions
+    assert trials[first.name][:4] == [first.key, results[first.key].run_id, "90.00", minutes]
     assert first.data_digest in text and "python 3" in text and " CPUs (" in text
 
     assert rows_of_table(root, "accuracy-by-class") == [
