@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from experiments.cli.options import RUNS
+from experiments.cli.options import OVERRIDES, RUNS
 from experiments.evaluation.evaluate import Evaluation, LoadedModel, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.grids.request import GridRequest
 from experiments.grids.transform import transform
@@ -29,26 +29,28 @@ model.pretrained_cfg  # size, mean and std of the images, names of the classes
 
 - Check the accuracy: `san evaluate {name}`, with the same images in `data/cifar10`. On another processor, the last
   digits can differ; with other files of CIFAR-10, such as PNG files of the official arrays, the accuracy can differ slightly.
-- Train it again: `san run experiments/grids/pretrained.yaml --profile {profile} --only {row}` (key {key})."""
+- Train it again: `{command}` (key {key})."""
 
 
 @click.command()
+@OVERRIDES
 @RUNS
-def main(runs: str | None) -> None:
-    """Writes a folder for each trained row of the grid."""
-    grid_run = open_grid_run(GridRequest(GRID, PROFILE, runs=runs))
+def main(overrides: tuple[str, ...], runs: str | None) -> None:
+    """Writes a folder for each trained row of the grid. Give the overrides with which the rows were trained."""
+    grid_run = open_grid_run(GridRequest(GRID, PROFILE, overrides, runs))
     for trial in grid_run.trials:
+        command = GridRequest(GRID, PROFILE, overrides, only=(trial.row,)).command
         # The last epoch, because choosing the best one would use the test images.
         file = last_of(grid_run.workspace.checkpoints(trial), trial.config.recipe.epochs)
         if not file.exists():
-            click.echo(f"{trial.row}: not trained yet; run `{grid_run.request.command}`", err=True)
+            click.echo(f"{trial.row}: not trained yet; run `{command}`", err=True)
             continue
         opened = open_checkpoint(file)
         train, val = open_data(trial.config.data)[0], open_images(opened)
         with counting(trial.row, -(-len(val) // opened.config.recipe.batch_size), "batches") as count:
             evaluation = evaluate_checkpoint(opened, val, transform(opened.config.data), count)
         name = f"{trial.row}_cifar10"
-        save(name, opened, evaluation, train, USAGE.format(name=name, profile=PROFILE, row=trial.row, key=trial.key))
+        save(name, opened, evaluation, train, USAGE.format(name=name, command=command, key=trial.key))
         click.echo(f"{name}: top-1 {evaluation.top1:.4f} %  loss {evaluation.loss:.6f}")
 
 
