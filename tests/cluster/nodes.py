@@ -22,6 +22,7 @@ from cluster import Placement
 from cluster.session import session
 from cluster.sweep import ReportFn, sweep
 from tests.cluster.functions import Shouting
+from tests.experiments.drivers import PATIENCE
 
 # Ray notices a lost node within 2 s instead of 15.
 IMPATIENT = {
@@ -194,10 +195,12 @@ def outlive(folder: str, address: str) -> None:
 
 
 def placed(file: str, report: ReportFn) -> None:
-    """Each worker writes the ID of its node, and occupies it until the other workers have written theirs."""
+    """Each worker writes the ID of its node, and occupies it until the workers of both trials have written theirs."""
     Path(f"{file}-{os.environ['RANK']}").write_text(ray.get_runtime_context().get_node_id())
     report({"pid": os.getpid()})
-    time.sleep(20)
+    limit = time.monotonic() + PATIENCE
+    while len(list(Path(file).parent.glob("[ab]-[01]"))) < 4 and time.monotonic() < limit:
+        time.sleep(0.1)
 
 
 def place(folder: str, address: str) -> None:
