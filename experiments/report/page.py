@@ -33,6 +33,7 @@ SPREAD = (
     "It covers the randomness of training, not of the images."
 )
 DROP_SPREAD = "The interval of a drop is computed from the drops of the individual seeds."
+ONE_SEED = "No row has more than one seed, so differences between rows can come from the seed."
 NO_DIFFERENCE = (
     "No difference is shown, because our training differs from the paper's in the images, the image size or the number "
     "of epochs."
@@ -151,13 +152,14 @@ def _plot_section(report: GridReport) -> Section | None:
     if plot is None or not charts:
         return None
     styles = {name: style for chart in charts for name, style in chart.styles.items()}
-    return Section(f"Accuracy by {plot.label.split(',')[0]}", charts, styles)
+    return Section(f"Accuracy by {plot.label.split(',')[0]}", charts, styles, "" if _has_spread(report) else ONE_SEED)
 
 
 def _cost_section(report: GridReport) -> Section | None:
     charts = cost_charts(report)
     cut = "Intervals without an end mark are cut off. " if _has(report.rows, "top1_half_width") else ""
     note = f"Up and to the left is better. {cut}Hover over a point for details."
+    note += "" if _has_spread(report) else f" {ONE_SEED}"
     note += _limit_note(report, "labels, where there is room")
     return Section("Accuracy and cost", charts, _family_styles(report), note) if charts else None
 
@@ -168,6 +170,10 @@ def _curves_section(report: GridReport) -> Section | None:
     note = "Lines show the mean over seeds, bands the range from lowest to highest." if has_seeds else ""
     note = (note + _limit_note(report, "curves")).strip()
     return Section("Training curves", groups[0], {}, note, groups[1:]) if groups else None
+
+
+def _has_spread(report: GridReport) -> bool:
+    return any(row.seeds > 1 for row in report.rows)
 
 
 def _family_styles(report: GridReport) -> dict[str, int]:

@@ -18,7 +18,7 @@ from experiments.report import charts as charts_module
 from experiments.report import data
 from experiments.report.charts import CURVES
 from experiments.report.data import GridReport, shown_rows, table_rows
-from experiments.report.page import page
+from experiments.report.page import ONE_SEED, page
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
 from tests.experiments.conftest import OpenGrid, San, WriteGrid
@@ -60,6 +60,7 @@ def test_page_of_a_grid(finished_job: OpenGrid, tmp_path: Path, run_san: San) ->
     ended = datetime.fromtimestamp(max(result.ended for result in results.values()), UTC)
     assert "invented.yaml --profile digits --seeds 2 --only=resnet26_3 --import=" in text
     assert "Up and to the left is better." in text and "Intervals without an end mark" not in text  # two seeds have none
+    assert ONE_SEED not in text
     assert "7 of 10 trials finished" in text and f"last trial finished {ended:%Y-%m-%d %H:%M} UTC" in text
 
     rows = {row[0]: row[1:] for row in rows_of_table(root, "results")}
@@ -114,6 +115,7 @@ def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Pa
     report = GridReport(grid_run, results, lines, (), curves, (), {})
     text = page(report)
     assert text.count("Only the best 3 of the 6 rows") == 3  # have labels, curves and commands
+    assert ONE_SEED in text
     assert re.findall("<summary>(.*?)</summary>", text) == kept
     assert re.findall('<g class="label"><text.*?>(.*?)</text>', text) == 2 * ["1", "2", "4"]
     monkeypatch.setattr(charts_module, "MOST_CURVES", 2)  # the curves of the third best row are folded
