@@ -211,7 +211,7 @@ def pretrained_table() -> str:
     for name in san.list_models(pretrained=True):
         facts, model = read_config(WEIGHTS_DIR / name), san.create_model(name, pretrained=True)
         counted = san.complexity(model, facts["pretrained_cfg"]["input_size"][1])
-        size = (WEIGHTS_DIR / name / WEIGHTS).stat().st_size / 1e6
+        size = (WEIGHTS_DIR / name / WEIGHTS).stat().st_size / 2**20
         evaluation = facts["evaluation"]
         lines.append(
             (
@@ -223,7 +223,7 @@ def pretrained_table() -> str:
                 f"{size:.2f}",
             )
         )
-    heading = ("network", "parameters (M)", "multiply-accumulates (M)", "top-1 (%)", "top-5 (%)", "file (MB)")
+    heading = ("network", "parameters (M)", "multiply-accumulates (M)", "top-1 (%)", "top-5 (%)", "file (MiB)")
     return _table(heading, lines)
 
 

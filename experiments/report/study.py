@@ -21,9 +21,9 @@ from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.tracking import Result
 
 CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive", "open"
+"""Verdicts; open means that there are not enough seeds yet."""
 PROFILE_PAGE = "profile.md"
 """A page of our own beside the study's, to which it links."""
-"""Verdicts; open means that there are not enough seeds yet."""
 
 
 @dataclass(frozen=True, slots=True)
