@@ -78,7 +78,7 @@ def is_local(address: str | None) -> bool:
 @contextmanager
 def alone() -> Iterator[bool]:
     """Whether no other process of this user is in such a block on this machine."""
-    lock = FileLock(_private_folder() / "session.lock")
+    lock = FileLock(private_folder() / "session.lock")
     with suppress(Timeout):
         lock.acquire(timeout=0)
     try:
@@ -104,7 +104,7 @@ def _connect(address: str | None) -> None:
     if address is None:
         try:
             # Without the dashboard, whose dozen processes take seconds to start.
-            folder = str(_private_folder() / "ray")
+            folder = str(private_folder() / "ray")
             ray.init(address="local", num_cpus=available_cpus(), include_dashboard=False, _temp_dir=folder, **quiet)
         except Exception as error:  # Ray raises Exception itself
             raise ClusterError(f"Ray did not start on this machine ({_reason(error)})") from error
@@ -134,7 +134,7 @@ def _reason(error: Exception) -> str:
     return textwrap.shorten(str(error), 300)
 
 
-def _private_folder() -> Path:
+def private_folder() -> Path:
     """A folder that only this user can open: Ray lets everyone write to its own folder of sockets and logs."""
     folder = Path(tempfile.gettempdir()) / f"san-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -81,7 +81,7 @@ class Resampler:
         out_NCHW = self.memory.take(len(pictures))
         rows_N9 = torch.from_numpy(settings_N9)
         scale, shift = _affine(self.transform)
-        run = torch.ops.san.resample if _has_operator() else _by_torch
+        run = torch.ops.san.resample if _has_operator() else resample_by_torch
         edges = [len(pictures) * k // self.threads for k in range(self.threads + 1)]
         pieces = [slice(begin, end) for begin, end in pairwise(edges) if begin < end]
         running = [self.pool.submit(run, pictures[piece], rows_N9[piece], scale, shift, out_NCHW[piece]) for piece in pieces]
@@ -130,7 +130,7 @@ def _affine(transform: Transform) -> tuple[torch.Tensor, torch.Tensor]:
     return 1 / (255 * std), -mean / std
 
 
-def _by_torch(
+def resample_by_torch(
     images: list[torch.Tensor], rows_N9: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, out_NCHW: torch.Tensor
 ) -> None:
     """The same as the operator, for whole crops."""

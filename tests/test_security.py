@@ -28,7 +28,7 @@ def test_folder_of_another_user_is_not_used(prepared: str, tmp_path: Path, monke
     else:
         planted.mkdir()
         planted.chmod(0o777)
-    folder = cluster.session._private_folder()
+    folder = cluster.session.private_folder()
     assert folder != planted and stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 

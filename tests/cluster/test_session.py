@@ -49,7 +49,7 @@ def test_ray_head_of_a_local_session_requires_the_token(resources: Resources) ->
     with pytest.raises(grpc.RpcError) as refused:
         head.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=30)  # type: ignore[attr-defined]
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    folder = cluster.session._private_folder()
+    folder = cluster.session.private_folder()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "ray").is_dir()
     assert stat.S_IMODE((Path.home() / ".ray/auth_token").stat().st_mode) == 0o600
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cuda_ext.build import load
 from pipelines import Transform, resample
-from pipelines.resample import _by_torch, resampler, visible_region
+from pipelines.resample import resample_by_torch, resampler, visible_region
 from pipelines.transform import CropParams, random_numbers, training_crops, validation_crops
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
@@ -71,7 +71,7 @@ def test_matches_reference(sizes: list[tuple[int, int]], size: int, margin: int,
     ours = run(torch.ops.san.resample, cut(images, start_N2, extent_N2), rows_N9, size)
 
     rows_N9[:, 2:4] = 0
-    whole = run(_by_torch, cut(images, crops.start_N2, crops.extent_N2), rows_N9, size)
+    whole = run(resample_by_torch, cut(images, crops.start_N2, crops.extent_N2), rows_N9, size)
     # Both round to integers twice, and torch uses 16-bit weights, so values near one half may be rounded either way.
     # test_loader.py compares photographs with Pillow.
     difference = (ours - whole).abs() / torch.tensor([1.0, 2.0, 0.5])[:, None, None]
