@@ -49,7 +49,7 @@ GROUPS = {
 }
 """The page's headings above columns; other groups have their own name."""
 SHOWN_ELSEWHERE = ("id", "seeds", "note")
-"""Fields that are no columns of the page's table of results."""
+"""Fields that are not columns of the page's table of results."""
 SAME = {
     "images": "digest of the image lists",
     "workers": "workers per trial",
