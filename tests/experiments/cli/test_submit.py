@@ -30,7 +30,7 @@ def test_uploads_only_the_packages_and_the_grid(tmp_path: Path, monkeypatch: pyt
     junk = [
         path for path in (tmp_path / "copy").rglob("*") if path.name.startswith(".") or path.suffix in (".pyc", ".so", ".jpg")
     ]
-    assert junk == [] and size < 12e6
+    assert junk == [] and size < 15e6
     # Kernels that the node has built for another copy are reused.
     name = build.digest()
     monkeypatch.setattr(build, "SOURCE_DIR", tmp_path / "copy" / "cuda_ext")
