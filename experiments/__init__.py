@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ def load_results(
     profile: str = "digits",
     runs: str | Path | None = None,
     seeds: int | None = None,
+    imports: Sequence[str] = (),
 ) -> pd.DataFrame:
     """Reads a grid's results as a DataFrame with one row per trial, in the order of the grid. Trains nothing.
 
@@ -34,6 +36,7 @@ def load_results(
         profile: name or file of the profile.
         runs: folder or bucket of the runs. The default is `SAN_RUNS`, else `runs/`.
         seeds: use seeds 0 to `seeds` - 1 instead of the grid's.
+        imports: files to import in addition to the grid's, as for `san run --import`.
 
     Raises:
         UserError: a mistake in the grid, the profile or the overrides.
@@ -45,5 +48,6 @@ def load_results(
     from experiments.report.trial_table import trial_table
     from experiments.runner.grid_run import known_results, open_grid_run
 
-    grid_run = open_grid_run(GridRequest(grid_path(grid), profile, overrides, runs, seeds), writes=False)
+    request = GridRequest(grid_path(grid), profile, overrides, runs, seeds, imports=tuple(imports))
+    grid_run = open_grid_run(request, writes=False)
     return trial_table(grid_run, known_results(grid_run))

@@ -1,6 +1,6 @@
 """Shares classifiers on the Hugging Face Hub, in the format of `san.models.pretrained`.
 
-Needs huggingface_hub: `pip install 'san-attention[hub]'`.
+Needs huggingface_hub, which is in the extra `hub`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// norm_affine, forward and backward: a norm's mean, scale and shift. Definition: san/ops/definitions.py.
+// norm_affine, forward and backward: a norm's mean, scale and shift. Definition: san/ops/fused_reference.py.
 #include <tuple>
 
 #include "launch.h"

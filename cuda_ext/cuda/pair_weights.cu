@@ -1,5 +1,5 @@
 // pair_weights, forward and backward: the layers u = weight1 a1 + shift2 and z = weight2 relu(u), then the softmax over
-// the footprint. Definition: san/ops/definitions.py.
+// the footprint. Definition: san/ops/fused_reference.py.
 //
 // The gradient of the softmax's input, gz = w (gw - sum_j w gw), is computed once and stored in float. Three launches
 // then compute a1 and u again: the kernel of pair_gradients.cuh runs for center and for around, and another kernel sums

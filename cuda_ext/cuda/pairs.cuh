@@ -1,5 +1,5 @@
 // The relation of the kernels over pairs (i, j) of a pixel and a position of its footprint, how they divide their work,
-// and the first layer. Definitions: san/ops/definitions.py.
+// and the first layer. Definitions: san/ops/fused_reference.py.
 //
 // A warp computes 16 pixels (or 8) in a loop over the footprint. prepare_kernel has applied the norm to the maps, so a1
 // = relu(center_i - around_j). The values of the warp's own pixels stay in registers, and those of their partners come

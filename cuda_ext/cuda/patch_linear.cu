@@ -1,5 +1,5 @@
 // patch_linear, forward and backward: a Linear layer of patches after the affine form of a norm and ReLU. Patches are
-// never unfolded. Definition: san/ops/definitions.py, patch_linear.
+// never unfolded. Definition: san/ops/fused_reference.py, patch_linear.
 //
 // All three products are implicit: a warp loads fragments [16, 8] from the maps, transforms them in registers and
 // multiplies them. A patch is a row of `pieces`: the channels of `around` at each position of the footprint and, last,

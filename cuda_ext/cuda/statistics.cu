@@ -1,4 +1,4 @@
-// pair_statistics and patch_statistics, forward and backward. Definitions: san/ops/definitions.py.
+// pair_statistics and patch_statistics, forward and backward. Definitions: san/ops/fused_reference.py.
 //
 // Nothing visits every pair or patch. Sums over a footprint are box sums, which take one axis after the other. All sums
 // are in double, so that squares of values far from 0 do not cancel.

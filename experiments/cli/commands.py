@@ -294,7 +294,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; finished work is kept. Run the same command again to resume", err=True)
+        click.echo("interrupted; what was trained is kept, and the same `san run` continues it", err=True)
         sys.exit(1)
     except ModuleNotFoundError:  # explained by `experiments.__main__`
         raise

@@ -140,7 +140,7 @@ class Trial:
         spec = config.model.spec()
         content: list[object] = [_record(spec), data, settings, self.seed, self.data_digest]
         if _is_added(spec):
-            content.append([file.source for file in self.imports])
+            content.append(sorted(file.source for file in self.imports))
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -27,14 +27,15 @@ def import_files(paths: Iterable[str | Path]) -> tuple[SourceFile, ...]:
     Raises:
         UserError: a file cannot be read, or raises an exception; the message names it.
     """
-    files = []
+    files: list[SourceFile] = []
     for path in map(Path, paths):
         try:
             file = SourceFile(name=path.stem, source=path.read_bytes().decode("utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: cannot be imported ({error}); give the path of a Python file") from None
-        _import(file, path.resolve())
-        files.append(file)
+        if file not in files:  # both in the grid and in an option
+            _import(file, path.resolve())
+            files.append(file)
     return tuple(files)
 
 

@@ -10,14 +10,17 @@ from experiments.grids.config import flat
 from experiments.grids.grid import Trial
 from experiments.paper.tables import count
 from experiments.tracking import Result
+from san.models.san import SANSpec
 
 Setting = frozenset[tuple[str, str]]
 SECTIONS = ("model.", "engine.", "resources.")
 FIELDS = ("data.size", "recipe.batch_size", "recipe.grad_accum_steps", "recipe.precision")
 
-CPU_RATE, GPU_RATE = 1e9, 1.5e12
-"""Images per second times the paper's FLOPs per image, of one core and of one GPU. The first was measured on a Xeon with the
-profile `digits`, the second is a prediction for an A100."""
+RATES = {"attention": {"cpu": 2.5e9, "gpu": 1.2e12}, "convolution": {"cpu": 8e9, "gpu": 8e12}}
+"""The paper's FLOPs in a second of training, of one core and of one GPU. Measured with the profile `cifar10` on a Xeon, and
+with images of 224 x 224 pixels on an H200."""
+SECONDS_PER_IMAGE = 5e-4
+"""Of training, in addition: what does not depend on the FLOPs. Measured with the profile `digits`."""
 VALIDATION_COST = 0.25
 """Time to validate an image over the time to train with it: 0.21 to 0.28 on one core, for SAN10 and ResNet26."""
 START_SECONDS, GROUP_SECONDS = 2.0, 15.0
@@ -53,9 +56,10 @@ class Estimator:
         """Hours for a trial with so many images per epoch."""
         config, resources = trial.config, trial.config.resources
         measured = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
-        rate = resources.workers * (GPU_RATE if resources.gpus else CPU_RATE * resources.cpus)
-        # Of a model from elsewhere, the paper's convention may count nothing.
-        speed = measured or rate / max(count(config.model.spec(), config.data.size).flops_paper, 1)
+        spec = config.model.spec()
+        rate = RATES["attention" if isinstance(spec, SANSpec) else "convolution"]["gpu" if resources.gpus else "cpu"]
+        seconds_per_image = SECONDS_PER_IMAGE + count(spec, config.data.size).flops_paper / rate
+        speed = measured or resources.workers * (1 if resources.gpus else resources.cpus) / seconds_per_image
         epochs, validations = config.recipe.epochs, -(-config.recipe.epochs // config.recipe.validate_every_n_epochs)
         images = epochs * train_images + VALIDATION_COST * validations * val_images
         start = START_SECONDS + (GROUP_SECONDS if resources.workers > 1 else 0)

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cluster import ClusterError, concurrency
+from cluster import ClusterError, Resources, concurrency
 from experiments.errors import MachineError, UserError
 from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
@@ -71,20 +71,9 @@ def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
 
 def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains trials that no other process is training. Returns the keys of the trials that did not fail."""
-    from cluster.session import alone, is_local, session  # imports Ray
-    from experiments.runner.restart import Restart
-
     start, store = time.monotonic(), grid_run.workspace.store
-    on_this_machine = is_local(address)
-    restart = Restart(grid_run, missing.values(), on_this_machine)
-    print_status("starting Ray on this machine" if on_this_machine else "joining the Ray cluster")
-    with session(address, restart) as resources, alone() if on_this_machine else nullcontext(True) as is_alone:
-        if not is_alone:
-            print_status(
-                "another `san run` is using this machine: each takes all CPUs, so both are slower. To share the CPUs, start "
-                f"each with some of them, such as `taskset --cpu-list 0-{max(resources.cpus // 2 - 1, 0)} san run ...`"
-            )
-        if on_this_machine:  # Fail before any trial starts if none can run.
+    with _on_cluster(grid_run, missing, address) as (resources, restart):
+        if restart.local:  # Fail before any trial starts if none can run.
             training_device(grid_run.trials[0].config)
         at_once = min(concurrency(grid_run.placement, resources), len(missing))
         print_status(room(grid_run, resources, at_once))
@@ -156,15 +145,12 @@ def _train_claimed(
 
 def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None) -> None:
     """Measures the robustness of trained trials and tracks each result at once. The arguments are as in `train`."""
-    from cluster.session import is_local, session  # imports Ray
-    from cluster.sweep import sweep
-    from experiments.runner.restart import Restart
+    from cluster.sweep import sweep  # imports Ray
 
     start, store, placement = time.monotonic(), grid_run.workspace.store, replace(grid_run.placement, workers=1)
     trials = {key: task.trial for key, task in missing.items()}
-    restart = Restart(grid_run, trials.values(), is_local(address))
     with (
-        session(address, restart) as resources,
+        _on_cluster(grid_run, trials, address) as (resources, restart),
         claimed_trials(store, grid_run.full_name, trials, grid_run.request.take_over) as (claimed, _),
     ):
         _print_skipped(trials, claimed)
@@ -190,6 +176,23 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         finally:
             progress.close()
         _conclude(grid_run, "measured", outcomes, trials, start)
+
+
+@contextmanager
+def _on_cluster(grid_run: GridRun, trials: Mapping[str, Trial], address: str | None) -> Iterator[tuple[Resources, Restart]]:
+    """Starts Ray on this machine, or joins a cluster."""
+    from cluster.session import alone, is_local, session  # imports Ray
+    from experiments.runner.restart import Restart
+
+    restart = Restart(grid_run, trials.values(), is_local(address))
+    print_status("starting Ray on this machine" if restart.local else "joining the Ray cluster")
+    with session(address, restart) as resources, alone() if restart.local else nullcontext(True) as is_alone:
+        if not is_alone:
+            print_status(
+                "another `san run` is using this machine: each takes all CPUs, so both are slower. To share the CPUs, start "
+                f"each with some of them, such as `taskset --cpu-list 0-{max(resources.cpus // 2 - 1, 0)} san run ...`"
+            )
+        yield resources, restart
 
 
 def _print_skipped(trials: Mapping[str, Trial], claimed: Mapping[str, Trial]) -> None:

@@ -17,6 +17,7 @@ class Memory:
     reports: list[tuple[str, dict[str, float]]] = field(default_factory=list)
     failures: list[tuple[str, str]] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
 
     def started(self, key: str) -> None:
         self.starts.append(key)
@@ -31,7 +32,7 @@ class Memory:
         self.outcomes.append(outcome)
 
     def waiting(self, reason: str) -> None:
-        """Not recorded."""
+        self.waits.append(reason)
 
     def of(self, key: str) -> list[dict[str, float]]:
         return [metrics for reported, metrics in self.reports if reported == key]

@@ -30,6 +30,7 @@ def test_two_trials_at_a_time(resources: Resources, memory: functions.Memory, tm
     spans = {key: [report["time"] for report in memory.of(key)] for key in values}
     alive = [sum(begin <= at < end for begin, end in spans.values()) for at, _ in spans.values()]
     assert max(alive) == 2
+    assert not memory.waits  # also while they start
 
 
 def test_no_trial_starts_after_a_fatal_error(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """`san run` and `san study` from plan to table, with a fake cluster that trains nothing."""
 
+import csv
 import functools
 import importlib
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,17 @@ from torch import nn
 
 import san
 from cluster.errors import LostError
+from cluster.session import alone
 from cluster.sweep import Observer, Outcome
 from experiments.cli.run import run, study
 from experiments.errors import UserError
+from experiments.grids.config import PROJECT_DIR
+from experiments.grids.expand import expand, grid_path
 from experiments.grids.grid import Trial
 from experiments.grids.request import GridRequest
-from experiments.paper.tables import paper_claims, paper_rows
+from experiments.paper.tables import paper_claims, paper_rows, table_names
 from experiments.report.data import table_rows
+from experiments.runner.estimate import Estimator
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from experiments.runner.progress import duration
@@ -65,6 +71,14 @@ def trained(replace_cluster: Callable[[TrainTrial], None]) -> list[str]:
 
     replace_cluster(train_trial)
     return names
+
+
+def test_two_commands_on_one_machine_are_told_of_each_other(
+    open_text: OpenGrid, trained: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with alone():
+        assert run(open_text(EQUAL_ROWS), None)
+    assert "another `san run` is using this machine" in capsys.readouterr().err
 
 
 def test_equal_trials_are_trained_once(open_text: OpenGrid, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +145,21 @@ def test_grid_with_other_overrides_has_its_own_report_and_claim(open_text: OpenG
     assert "| a | 1.0 |" in files["recipe.lr=0.3/table.md"] and "| a | 2.0 |" in files["table.md"]
 
 
+@pytest.mark.parametrize("kind", ["resnet", "wise"])
+def test_rough_estimates_fit_the_measured_speeds(kind: str, runs: Path) -> None:
+    """Those of the study on CIFAR-10, by the median; some of its trials shared their cores."""
+    study_file = PROJECT_DIR / "docs" / "results" / "cifar10" / "trials.csv"
+    measured = {line["trial"]: float(line["images_per_second"]) for line in csv.DictReader(study_file.open())}
+    ratios = []
+    for grid in ("footprint", "relation"):
+        for row, config in expand(GridRequest(grid_path(grid), "cifar10"), table_names()).configs.items():
+            if f"{grid}/{row}" in measured and kind in row:
+                trial = Trial(grid, "cifar10", row, 0, config, "")
+                seconds = 3600 * Estimator([]).hours(trial, 100_000, 0).wall / config.recipe.epochs
+                ratios.append(100_000 / seconds / measured[f"{grid}/{row}"])
+    assert 0.5 < statistics.median(ratios) < 2
+
+
 def test_plan_estimates_hours_from_similar_finished_runs(open_text: OpenGrid) -> None:
     finish_at_speed(open_text("{question: q, rows: [{id: trial, model: {name: san10_pairwise}}]}"), 100.0)
     brief = "{id: brief, model: {name: san10_pairwise, footprint: 5}, recipe: {lr: 0.3}}"
@@ -155,7 +184,7 @@ def test_plan_estimates_hours_from_similar_finished_runs(open_text: OpenGrid) ->
 
     lines, can_run = plan_in_words(grid_run, planned, None)
     assert can_run
-    assert "4 trials, 2 to train" in lines[0]
+    assert "profile digits (1,437 training and 360 validation images of 24x24 pixels): 4 trials, 2 to train" in lines[0]
     wall = max((longer.wall + other.wall) / 2, longer.wall, other.wall)
     assert f" {duration(3600 * wall)} with 2 trials at a time" in lines[-1]
     assert f"CPU time {duration(3600 * (longer.cpu + other.cpu))}" in lines[-1]

@@ -208,6 +208,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
           - {id: c, model: {name: san10_pairwise, footprint: 13}, recipe: {lr: 1}}
           - {id: d, model: {name: san10_pairwise, footprint: seven}, recipe: {lr: 1}}
           - {id: e, model: {name: resnet26}, recipe: {epoch: 3}, data: {source: cloud}}
+          - {id: f, model: {name: san10_pairwise, footprint: 4}, recipe: {lr: 1}}
         """,
         [
             "row a, e: recipe.lr: should be a valid number",
@@ -216,6 +217,7 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
             "row d: model.footprint: should be a valid integer",
             "row e: data.source: should be 'folder', ",
             "row e: recipe.epoch: unknown key; did you mean `recipe.epochs`?",
+            "row f: model: the footprint must be odd and positive (1, 3, 5, ...), not 4",
         ],
     ),
     "combinations": (
@@ -236,6 +238,7 @@ def test_lists_every_mistake_of_a_step_once(step: str, write_grid: WriteGrid) ->
     for start in expected:
         assert sum(line.startswith(f"{path}: {start}") for line in lines) == 1, start
     assert len(lines) == len(expected)
+    assert not any("odd" in line and "pixels" in line for line in lines)  # no advice on sizes where they are not the problem
 
 
 def test_full_size_models_follow_row_and_override_not_profile() -> None:
@@ -397,6 +400,7 @@ def test_rejects_early_stopping(rows: str, stopping: str, message: str, write_gr
         (["recipe.epochs=10000"], "9999"),
         (["recipe.ema_decay=1"], "less than 1"),
         (["recipe.precision=float16"], "'bfloat16'"),
+        (["recipe.optimizer=lion"], "'sgd' or 'adamw'"),
         (["recipe.sync_batchnorm=true"], "resources.gpus=1"),
         (["recipe.optimizer=adamw", "recipe.nesterov=true"], "recipe.optimizer=sgd"),
         (["resources.gpus=1.5"], "whole number"),

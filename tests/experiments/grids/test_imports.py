@@ -9,7 +9,10 @@ from unittest.mock import patch
 import cloudpickle
 import pytest
 
+import experiments
 from experiments.grids.config import PROJECT_DIR
+from experiments.grids.request import GridRequest
+from experiments.runner.grid_run import open_grid_run
 from san.models.registry import VARIANTS
 from san.nn.relation import PAIRWISE
 from tests.experiments.grids.test_grid import error_message, expand, expanded
@@ -69,7 +72,24 @@ def test_option_imports_a_file_besides_those_of_the_grid(grid: Path, tmp_path: P
     other = tmp_path / "other.py"
     other.write_text(FILE.replace('"tiny"', '"other"'))
     grid.write_text(GRID.replace("name: tiny", "name: other"))
-    assert [file.name for file in expanded(grid, imports=[str(other)]).imports] == ["mine", "other"]
+    mine = grid.parent / "code" / "mine.py"
+    assert [file.name for file in expanded(grid, imports=[str(mine), str(other)]).imports] == ["mine", "other"]
+
+
+def test_results_of_a_grid_are_read_with_the_same_option(grid: Path, tmp_path: Path) -> None:
+    keys = [trial.key for trial in open_grid_run(GridRequest(grid, runs=tmp_path / "runs"), writes=False).trials]
+    grid.write_text(GRID.replace("imports: [code/mine.py]\n", ""))
+    table = experiments.load_results(grid, runs=tmp_path / "runs", imports=[str(grid.parent / "code" / "mine.py")])
+    assert list(table["key"]) == keys
+
+
+def test_key_does_not_depend_on_the_order_of_files(grid: Path) -> None:
+    (grid.parent / "code" / "empty.py").touch()
+    keys = []
+    for imports in ("[code/mine.py, code/empty.py]", "[code/empty.py, code/mine.py]"):
+        grid.write_text(GRID.replace("[code/mine.py]", imports))
+        keys.append({row: trial.key for row, trial in expand(grid).items()})
+    assert keys[0] == keys[1]
 
 
 def test_key_depends_on_the_source_of_the_rows_that_use_it(grid: Path) -> None:

@@ -24,6 +24,12 @@ def test_unfinished_rows_have_dashes(open_small_grid: OpenGrid) -> None:
     assert resnet.split() == ["resnet26_3", "76.0", "97.2", "99.0", "13.7", "13.7", "2.4", "2.4"]
 
 
+def test_no_difference_is_written_as_minus_zero(open_small_grid: OpenGrid) -> None:
+    rows = [dataclasses.replace(row, difference=-0.04) for row in tabled(open_small_grid(), {"resnet26_3": 97.25})]
+    text = grid_table(rows).text()
+    assert "+0.0" in text and "-0.0" not in text
+
+
 SWEEP = """
     question: q
     base: {model: {name: resnet26}}
