@@ -67,7 +67,7 @@ def test_complexity_as_text_shows_the_numbers_of_the_paper_for_its_image_size(pr
 def test_plan_of_some_rows_and_seeds_as_json(printed: Printed) -> None:
     only = ("--only", "resnet26_3", "--only", "pairwise_3")
     trials = json.loads(printed("plan", SMALL_GRID, "--seeds", "2", *only, "--json"))
-    expected = [(row, seed) for row in ("pairwise_3", "resnet26_3") for seed in (0, 1)]  # the cheapest first
+    expected = [(row, seed) for row in ("resnet26_3", "pairwise_3") for seed in (0, 1)]  # the shortest first
     assert [(trial["row"], trial["seed"]) for trial in trials] == expected
     assert len({trial["key"] for trial in trials}) == 4
     assert not any(trial["finished"] for trial in trials)

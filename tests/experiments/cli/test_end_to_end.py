@@ -42,8 +42,8 @@ def start(tmp_path: Path, empty_database: Path) -> Iterator[Callable[[], Driver]
 @pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["Ctrl-C", "kill"])
 def test_grid_resumes(is_killed: bool, start: Callable[[], Driver], tmp_path: Path) -> None:
     first = start()
-    first.wait_for("pairwise_3 starts")
-    first.wait_for("resnet26_3 starts")  # two trials at the same time
+    first.wait_for("resnet26_3 starts")
+    first.wait_for("patchwise_3 starts")  # two trials at the same time
     first.wait_for("finished in")
     if is_killed:
         os.kill(first.process.pid, signal.SIGKILL)
