@@ -73,14 +73,6 @@ def trained(replace_cluster: Callable[[TrainTrial], None]) -> list[str]:
     return names
 
 
-def test_two_commands_on_one_machine_are_told_of_each_other(
-    open_text: OpenGrid, trained: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with alone():
-        assert run(open_text(EQUAL_ROWS), None)
-    assert "another `san run` is using this machine" in capsys.readouterr().err
-
-
 def test_equal_trials_are_trained_once(open_text: OpenGrid, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Equal rows of a grid, rows of another grid, and all rows when the command is repeated."""
     grid_run = open_text(EQUAL_ROWS)
@@ -267,10 +259,11 @@ def test_trial_that_another_command_trains_is_skipped(
 ) -> None:
     grid_run = open_text(EQUAL_ROWS)
     plain = grid_run.trials[0]
-    with claimed_trials(grid_run.workspace.store, "other-digits", {plain.key: plain}):
+    with claimed_trials(grid_run.workspace.store, "other-digits", {plain.key: plain}), alone():
         assert not run(grid_run, None)
     assert trained == ["first/other"]
     err = capsys.readouterr().err
+    assert "another `san run` is using this machine" in err
     assert "skipped, because another `san run` uses the same trials: plain" in err
     assert "trained 1 trial in " in err
     assert "not finished: plain, written_out; to resume, run `" in err
