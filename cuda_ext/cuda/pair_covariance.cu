@@ -1,5 +1,5 @@
-// pair_covariance: mean and covariance of a1 over all pairs, forward and backward. Definition:
-// san/ops/fused_reference.py.
+// pair_covariance: mean and covariance of a1 over all pairs, forward and backward.
+// Definition: san/ops/fused_reference.py.
 //
 // Forward sums a1 - typical and its products, where `typical` is near the mean, so the sums do not cancel. A block sums
 // its pairs in float32, and blocks are summed in double. Backward multiplies a1 of each pair with a [d, d] matrix.
