@@ -16,11 +16,11 @@ Setting = frozenset[tuple[str, str]]
 SECTIONS = ("model.", "engine.", "resources.")
 FIELDS = ("data.size", "recipe.batch_size", "recipe.grad_accum_steps", "recipe.precision")
 
-RATES = {"attention": {"cpu": 2.5e9, "gpu": 1.2e12}, "convolution": {"cpu": 8e9, "gpu": 8e12}}
-"""The paper's FLOPs in a second of training, of one core and of one GPU. Measured with the profile `cifar10` on a Xeon, and
-with images of 224 x 224 pixels on an H200."""
+RATES = {"attention": {"cpu": 2.5e9, "gpu": 1.2e12}, "other": {"cpu": 8e9, "gpu": 8e12}}
+"""The paper's FLOPs per second of training on one core and on one GPU: of SANs, and of other networks (a ResNet26).
+On a Xeon with the profile `cifar10`, and on an H200 with images of 224 x 224 pixels."""
 SECONDS_PER_IMAGE = 5e-4
-"""Of training, in addition: what does not depend on the FLOPs. Measured with the profile `digits`."""
+"""The part of the training time that does not depend on FLOPs, measured with the profile `digits`."""
 VALIDATION_COST = 0.25
 """Time to validate an image over the time to train with it: 0.21 to 0.28 on one core, for SAN10 and ResNet26."""
 START_SECONDS, GROUP_SECONDS = 2.0, 15.0
@@ -53,11 +53,11 @@ class Estimator:
         self._speeds = {setting: images / seconds for setting, (seconds, images) in sums.items() if seconds >= LEAST_SECONDS}
 
     def hours(self, trial: Trial, train_images: int, val_images: int) -> Hours:
-        """Hours for a trial with so many images per epoch."""
+        """Hours for a trial with these numbers of images per epoch."""
         config, resources = trial.config, trial.config.resources
         measured = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
         spec = config.model.spec()
-        rate = RATES["attention" if isinstance(spec, SANSpec) else "convolution"]["gpu" if resources.gpus else "cpu"]
+        rate = RATES["attention" if isinstance(spec, SANSpec) else "other"]["gpu" if resources.gpus else "cpu"]
         seconds_per_image = SECONDS_PER_IMAGE + count(spec, config.data.size).flops_paper / rate
         speed = measured or resources.workers * (1 if resources.gpus else resources.cpus) / seconds_per_image
         epochs, validations = config.recipe.epochs, -(-config.recipe.epochs // config.recipe.validate_every_n_epochs)

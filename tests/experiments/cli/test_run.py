@@ -139,7 +139,7 @@ def test_grid_with_other_overrides_has_its_own_report_and_claim(open_text: OpenG
 
 @pytest.mark.parametrize("kind", ["resnet", "wise"])
 def test_rough_estimates_fit_the_measured_speeds(kind: str, runs: Path) -> None:
-    """Those of the study on CIFAR-10, by the median; some of its trials shared their cores."""
+    """The median over rows of the study on CIFAR-10, because some of its trials shared their cores."""
     study_file = PROJECT_DIR / "docs" / "results" / "cifar10" / "trials.csv"
     measured = {line["trial"]: float(line["images_per_second"]) for line in csv.DictReader(study_file.open())}
     ratios = []
