@@ -26,7 +26,7 @@ class Glue(TorchDispatchMode):
     """Counts operators by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: Counter[str] = Counter()
         self.own: Counter[str] = Counter()
         self.conversions = self.layout_copies = 0

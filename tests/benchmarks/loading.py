@@ -33,6 +33,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import PIL
 import torch
 from numpy.typing import NDArray
 from PIL import Image
@@ -98,7 +99,7 @@ class Contender:
             shuffle=train,
             num_workers=THREADS,
             persistent_workers=True,
-            collate_fn=_unchanged if self.tuned else None,
+            collate_fn=_unchanged if self.tuned else None,  # type: ignore[arg-type]
         )
         if not self.tuned:
             return lambda number: iter(workers)
@@ -141,7 +142,7 @@ class Batches(Images):
         shape = (len(indices), 3, self.transform.size, self.transform.size)
         # Without shared memory, the transfer to the main process costs a copy.
         storage = torch.UntypedStorage._new_shared(math.prod(shape))
-        batch_N3HW = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)
+        batch_N3HW = torch.empty(0, dtype=torch.uint8).set_(storage, 0, shape)  # type: ignore[call-overload]
         for out_3HW, index in zip(batch_N3HW, indices, strict=True):
             out_3HW.copy_(self.pixels(index))
         return batch_N3HW
@@ -233,7 +234,7 @@ def main() -> None:
         transform = Transform(size=options.size, resize=options.size if options.size < 224 else options.size * 8 // 7)
         setting = Setting(root, transform)
         where = f"{platform.processor() or platform.machine()} CPU, {THREADS} cores"
-        print(f"torch {torch.__version__}, Pillow {Image.__version__}, {where}, batch {BATCH}.")
+        print(f"torch {torch.__version__}, Pillow {PIL.__version__}, {where}, batch {BATCH}.")
         for mode in MODES:
             rows = race([PROJECT, USUAL, TUNED], setting, mode == "training", options.repeats)
             print(table(mode, ["loader", "images/s", "project / this", "difference to Pillow"], rows), flush=True)

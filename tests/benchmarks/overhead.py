@@ -183,14 +183,14 @@ def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def in_sweep(function: Callable[..., None], folder: Path, overrides: Sequence[str]) -> tuple[Trial, Any]:
+def in_sweep(function: Callable[..., None], folder: Path, profile: str, overrides: Sequence[str]) -> tuple[Trial, Any]:
     """Trains the trial as `san run` does. Returns it, and what its first worker has written."""
     from cluster.sweep import sweep
     from experiments.runner.grid_run import open_grid_run
     from experiments.runner.progress import Progress
 
     folder.mkdir()
-    grid_run = open_grid_run(GridRequest(GRID, "digits", tuple(overrides), folder))
+    grid_run = open_grid_run(GridRequest(GRID, profile, tuple(overrides), folder))
     grid_run.tracker.prepare(grid_run.grid, folder / "artifacts")
     trial = next(trial for trial in grid_run.trials if trial.row == ROW)
     progress = Progress({trial.key: trial.name}, {trial.key: trial.config.recipe.epochs}, sys.stderr)
@@ -213,8 +213,8 @@ def lines(setting: str) -> Iterator[str]:
     overrides = SETTINGS[setting]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        trial, spent = in_sweep(times, folder / "times", overrides)
-        short, peak = in_sweep(peak_of_trial, folder / "memory", (*overrides, "recipe.epochs=4"))
+        trial, spent = in_sweep(times, folder / "times", "digits", overrides)
+        short, peak = in_sweep(peak_of_trial, folder / "memory", "digits", (*overrides, "recipe.epochs=4"))
         workers, peaks = trial.config.resources.workers, {"trial": peak}
         for loop in LOOPS[:2]:
             with get_context("spawn").Pool(workers, maxtasksperchild=1) as pool:

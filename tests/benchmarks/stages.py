@@ -60,7 +60,7 @@ class Core:
         Each product counts once in forward and twice in backward.
         """
         pixels, K = self.batch * self.side**2, self.footprint**2
-        d_to_E, E_to_G = (2 * self.attention.gamma[i].weight.numel() for i in (2, 5))
+        d_to_E, E_to_G = (2 * self.attention.gamma.get_parameter(f"{i}.weight").numel() for i in (2, 5))
         M = 2 * self.attention.value_channels
         pairwise = isinstance(self.attention, PairwiseAttention)
         once = K * (d_to_E + E_to_G + M) if pairwise else d_to_E + E_to_G + K * M

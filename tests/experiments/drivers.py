@@ -51,7 +51,7 @@ class Driver:
     ) -> None:
         self.log = log or runs.with_suffix(f".{time.monotonic_ns()}.log")
         command = [sys.executable, "-m", module, "run", str(grid), *overrides, "--runs", uri or str(runs)]
-        variables = clean_environment() | environment
+        variables = {**clean_environment(), **environment}
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(
                 command, cwd=PROJECT_DIR, env=variables, stdout=out, stderr=out, start_new_session=True

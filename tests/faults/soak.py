@@ -316,7 +316,7 @@ class Episode:
         trial = steps_of(self.record)[0].trial
         try:
             checkpoint = Checkpoint.of_bytes(self.last_file(f"checkpoints/{trial}", ".pt"))
-            return checkpoint.engine["model"]  # type: ignore[no-any-return]
+            return checkpoint.engine["model"]
         except DAMAGE:
             if "corrupt file" not in self.injected:
                 raise ProblemError("the last checkpoint is damaged") from None

@@ -65,7 +65,7 @@ def watched_trial(runs: Path, workspace: Workspace, trial: Trial, *rest: Any, **
             time.sleep(100_000)
         return loss
 
-    Engine.train_step = watched_step  # type: ignore[method-assign]
+    Engine.train_step = watched_step  # type: ignore[assignment, method-assign]
     _kill_in_a_write(runs)
     return run_trial(workspace, trial, *rest, **options)
 
@@ -85,7 +85,7 @@ def _kill_in_a_write(runs: Path) -> None:
         fsync(descriptor)
 
     if wanted and not killed.exists():
-        os.fsync = deadly
+        os.fsync = deadly  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
@@ -93,5 +93,5 @@ if __name__ == "__main__":
 
     runs = open_store(sys.argv[sys.argv.index("--runs") + 1]).folder
     runs.mkdir(parents=True, exist_ok=True)
-    experiments.runner.execute.run_trial = partial(witness.watched_trial, runs)
+    experiments.runner.execute.run_trial = partial(witness.watched_trial, runs)  # type: ignore[attr-defined]
     main()

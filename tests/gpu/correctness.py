@@ -221,8 +221,8 @@ def models(name: str, settings: Settings) -> Iterator[Row]:
     yield compared(wanted, "bfloat16 autocast", found, *(2 * e + 2**-7 for e in errors_of_plain))
     if settings.on_gpu:
         yield compared(wanted, "another stream", on_another_stream(copy.deepcopy(model), images), 1e-4, 1e-2)
-        found = in_graph(partial(train_step, copy.deepcopy(model), images))
-        yield compared(eager, "CUDA graph", found, 1e-4, 1e-2)  # cuBLAS may choose other algorithms during a capture
+        replayed = in_graph(partial(train_step, copy.deepcopy(model), images))
+        yield compared(eager, "CUDA graph", replayed, 1e-4, 1e-2)  # cuBLAS may choose other algorithms during a capture
 
 
 def compiled(name: str, settings: Settings) -> Iterator[Row]:

@@ -123,10 +123,10 @@ def _training(records: Sequence[Row]) -> str:
         speeds = row["images_per_s"]
         engine = ", ".join(row["engine"]) or "default"
         lines.append(
-            [row["workers"], engine, ranged(speeds["trial"], 0), ranged(speeds["bare"], 0), ranged(row["trial_over_plain"])]
+            [row["workers"], engine, ranged(speeds["trial"], 0), ranged(speeds["plain"], 0), ranged(row["trial_over_plain"])]
         )
-    heading = ["workers", "engine", "`run_trial`, images/s", "plain PyTorch, images/s", "ratio"]
-    return table("`run_trial` and a plain PyTorch loop", heading, lines)
+    heading = ["workers", "engine", "trial, images/s", "plain PyTorch, images/s", "ratio"]
+    return table("A trial in a sweep and a loop in plain PyTorch", heading, lines)
 
 
 def _troubles(records: Sequence[Row]) -> str:

@@ -42,7 +42,7 @@ class Runner:
             for case in sorted(cases, key=lambda case: case.priority):
                 if not reason and self.left() < LEAST:
                     reason = "the budget is spent"
-                record = {"status": "not run", "seconds": 0.0, "rows": [], "error": reason} if reason else self._run(case)
+                record: Row = {"status": "not run", "seconds": 0.0, "rows": [], "error": reason} if reason else self._run(case)
                 if case.id == FIRST and record["status"] != "passed":
                     reason = f"{FIRST} did not pass"
                 records.append({"part": case.part, "name": case.name, **record})

@@ -21,7 +21,7 @@ KINDS: dict[str, Callable[..., SelfAttention]] = {}
 
 
 def _kind(name: str, cls: type[SelfAttention], **fields: Any) -> None:
-    KINDS[name] = lambda footprint, cls=cls, fields=fields: cls(CHANNELS, footprint, **fields)  # type: ignore[misc]
+    KINDS[name] = lambda footprint, cls=cls, fields=fields: cls(CHANNELS, footprint, **fields)
 
 
 for _relation in PAIRWISE:
