@@ -126,7 +126,7 @@ def _training(records: Sequence[Row]) -> str:
             [row["workers"], engine, ranged(speeds["trial"], 0), ranged(speeds["plain"], 0), ranged(row["trial_over_plain"])]
         )
     heading = ["workers", "engine", "trial, images/s", "plain PyTorch, images/s", "ratio"]
-    return table("A trial in a sweep and a loop in plain PyTorch", heading, lines)
+    return table("A trial and a loop in plain PyTorch", heading, lines)
 
 
 def _troubles(records: Sequence[Row]) -> str:

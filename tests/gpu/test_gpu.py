@@ -86,7 +86,7 @@ def test_case_of_each_part(name: str, small_run: Path) -> None:
 def test_report_of_a_cpu_has_all_tables_and_does_not_go_to_the_page(small_run: Path, tmp_path: Path) -> None:
     text = report([json.loads(line) for line in small_run.read_text().splitlines()])
     assert "not a measurement" in text
-    parts = "Cases", "Training, tf32, batch 1", "Training steps", "Loading photographs", "A trial in a sweep and a loop in plain PyTorch"
+    parts = "Cases", "Training, tf32, batch 1", "Training steps", "Loading photographs", "A trial and a loop in plain PyTorch"
     assert all(f"**{title}**" in text for title in parts)
     page = tmp_path / "performance.md"
     page.write_text(f"a\n{BEGIN}\nold\n{END}\nb\n")
