@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections import Counter
@@ -65,7 +66,6 @@ def _status(records: Sequence[Row]) -> str:
 
 def _cores(records: Sequence[Row]) -> Iterator[str]:
     found = [row for row in rows(records, "cores") if "core" in row]
-    names = ["unfused", "reference", "compiled", "authors"]
     for precision, mode in sorted({(row["precision"], row["mode"]) for row in found}):
         merged: dict[tuple[str, str], Row] = {}
         for row in found:
@@ -73,6 +73,8 @@ def _cores(records: Sequence[Row]) -> Iterator[str]:
                 kept = merged.setdefault((row["core"], row["stage"]), {"ms": {}, **row, "times_ours": {}, "left_out": {}})
                 kept["times_ours"] |= row.get("times_ours", {})
                 kept["left_out"] |= row["left_out"]
+        measured = {name for row in merged.values() for name in (*row["times_ours"], *row["left_out"])}
+        names = [name for name in ("unfused", "reference", "compiled", "authors") if name in measured]
         lines = []
         for (kind, stage), row in sorted(merged.items()):
             ours = row["ms"].get("fused")
@@ -102,10 +104,11 @@ def _models(records: Sequence[Row]) -> Iterator[str]:
 
 
 def _kernels(records: Sequence[Row]) -> str:
-    lines = [
-        [f"{row['kind']}, {row['stage']}", f"`{row['kernel']}`", f"{row['launches']:g}", f"{row['ms']:.3f}"]
-        for row in rows(records, "kernels")
-    ]
+    """The two slowest kernels of each stage; the records have more."""
+    lines = []
+    for core, found in itertools.groupby(rows(records, "kernels"), lambda row: f"{row['kind']}, {row['stage']}"):
+        for row in itertools.islice(found, 2):
+            lines.append([core, f"`{row['kernel']}`", f"{row['launches']:g}", f"{row['ms']:.3f}"])
     return table("Slowest kernels of a training step", ["attention alone", "kernel", "launches", "ms"], lines)
 
 
