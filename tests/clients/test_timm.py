@@ -121,10 +121,10 @@ def test_timms_training_script_trains_a_variant(tmp_path: Path) -> None:
 
     model = small("san10_pairwise", drop_path_rate=0.1).train()
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.8)
-    schedule = CosineLRScheduler(optimizer, t_initial=6)
+    schedule = CosineLRScheduler(optimizer, t_initial=12)
     average, mixup = ModelEmaV3(model, decay=0.9), Mixup(mixup_alpha=0.2, num_classes=10)
     losses = []
-    for step in range(6):
+    for step in range(12):
         images, targets = mixup(IMAGES, torch.tensor([1, 2]))
         loss = SoftTargetCrossEntropy()(model(images), targets)
         optimizer.zero_grad()
@@ -133,7 +133,7 @@ def test_timms_training_script_trains_a_variant(tmp_path: Path) -> None:
         average.update(model)
         schedule.step(step)
         losses.append(loss.item())
-    assert losses[-1] < losses[0]
+    assert sum(losses[-3:]) < sum(losses[:3])
     torch.save(average.module.state_dict(), tmp_path / "average.pt")
     restored = timm.create_model("san10_pairwise", num_classes=10, checkpoint_path=str(tmp_path / "average.pt"), **SMALL)
     assert torch.equal(restored.eval()(IMAGES), average.module.eval()(IMAGES))

@@ -104,7 +104,6 @@ def replace_forward(model: nn.Module) -> None:
 def test_changed_layers_give_the_same_result_as_the_reference(
     change: Callable[[nn.Module], None], training: bool, name: str
 ) -> None:
-    torch.manual_seed(0)
     model = san.create_model(name, 5, num_stages=2, width_mult=0.5).double().train(training)
     change(model)
     x_NCHW = torch.randn(2, 3, 32, 32, dtype=torch.float64)
@@ -120,7 +119,6 @@ def test_changed_layers_give_the_same_result_as_the_reference(
 
 @pytest.mark.parametrize("value", [1e4, 1e8, 1e30, math.inf, math.nan])
 def test_huge_pixel_only_affects_pixels_whose_footprints_contain_it(value: float) -> None:
-    torch.manual_seed(0)
     attention = san.PairwiseAttention(64, 3).eval()
     x_NCHW = 2 + 0.1 * torch.randn(1, 64, 9, 9)
     changed = x_NCHW.clone()
@@ -210,7 +208,6 @@ def test_a_single_value_per_channel_cannot_be_normalized() -> None:
 @pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
 @pytest.mark.parametrize("images", [1, 3, 17])
 def test_pointwise_convolution_as_a_matrix_product(images: int, bias: bool) -> None:
-    torch.manual_seed(0)
     conv = nn.Conv2d(6, 5, 1, bias=bias)
     x_NCHW = torch.randn(images, 6, 4, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
     got, want = convolve(conv, x_NCHW), conv(x_NCHW)

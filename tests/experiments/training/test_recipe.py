@@ -60,7 +60,6 @@ def test_cutmix_weights_labels_by_area(seed: int, alpha: float) -> None:
 
 
 def test_both_kinds_of_mixing_take_turns() -> None:
-    torch.manual_seed(0)
     images_NCHW, labels_N = torch.randn(4, 3, 8, 8), torch.arange(4)
     both = [mixed(images_NCHW, labels_N, recipe(mixup_alpha=0.5, cutmix_alpha=0.5)).images_NCHW for _ in range(40)]
     unchanged = [bool((images == images_NCHW).any()) for images in both]
@@ -103,7 +102,6 @@ def test_erases_one_rectangle_of_each_image(count: int, height: int, width: int,
 
 
 def test_erases_a_share_of_the_images() -> None:
-    torch.manual_seed(0)
     images_NCHW = torch.ones(4000, 1, 16, 16)
     erased_N = (erased(images_NCHW, 0.25) == 0).flatten(1).any(1)
     assert 0.22 < erased_N.float().mean() < 0.28 and (images_NCHW == 1).all()
