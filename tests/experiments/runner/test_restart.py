@@ -71,9 +71,10 @@ def test_signal_to_all_processes_ends_the_run(tmp_path: Path) -> None:
     """As from `timeout`: Ray gets the signal, too, and is not started again."""
     driver = Driver(SMALL_GRID, tmp_path / "runs", ["recipe.epochs=200", "--only", "resnet26_3"], {MARK: str(tmp_path)})
     driver.wait_for("_3 epoch")
+    before = driver.said.count("restarting Ray")  # on a busy machine, Ray may need a second start
     os.killpg(driver.process.pid, signal.SIGTERM)
     assert driver.finish() == 1
-    assert "run the same command again to resume" in driver.said and "restarting Ray" not in driver.said
+    assert "run the same command again to resume" in driver.said and driver.said.count("restarting Ray") == before
     assert "Traceback" not in driver.said
     wait_until_gone(str(tmp_path))
 
