@@ -21,8 +21,8 @@ settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    """A test computes the same in every run."""
+def seed_everything() -> None:
+    """Random numbers are the same in every run of a test."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

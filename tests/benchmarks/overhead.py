@@ -150,7 +150,7 @@ class Turns:
 
 
 def times(result: Path, workspace: Workspace, trial: Trial, send: ReportFn) -> None:
-    """Trains the trial and the other loops in turn; every worker calls this. The first worker writes the durations."""
+    """Trains the trial and the other loops, one epoch each, on every worker; the first worker writes the durations."""
     from experiments.training.trainer import run_trial  # imports MLflow, which the other loops do not need
 
     turns = Turns(trial, send)

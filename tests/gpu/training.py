@@ -41,9 +41,9 @@ def training(several: bool, engine: dict[str, str], settings: Settings) -> Itera
     profile = "digits" if settings.small else "imagenet"
     trial, spent = in_sweep(times, folder, profile, overrides(settings, workers, engine))
     images = 2 * trial.config.data.synthetic_classes * trial.config.data.synthetic_per_class  # training and validation
-    seconds = {name: [wall for wall, _ in spent[name][1:]] for name in ("trial", "plain")}
-    ratios = [plain / trial for trial, plain in zip(seconds["trial"], seconds["plain"], strict=True)]
-    speeds = {name: spread([images / wall for wall in walls]) for name, walls in seconds.items()}
+    seconds = {loop: [wall for wall, _ in spent[loop][1:]] for loop in ("trial", "plain")}
+    ratios = [of_plain / of_trial for of_trial, of_plain in zip(seconds["trial"], seconds["plain"], strict=True)]
+    speeds = {loop: spread([images / wall for wall in walls]) for loop, walls in seconds.items()}
     yield {"workers": workers, "engine": engine, "images_per_s": speeds, "trial_over_plain": spread(ratios)}
 
 
