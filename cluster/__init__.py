@@ -7,6 +7,18 @@ This file does not import Ray, which takes a second. Import `cluster.session`, `
 """
 
 from cluster.errors import ClusterError
-from cluster.placement import Node, Placement, Resources, concurrency, workers_that_fit
+from cluster.placement import Node, Placement, Resources, available_cpus, concurrency, this_machine, workers_that_fit
+from cluster.serial import Observer, Outcome
 
-__all__ = ["ClusterError", "Node", "Placement", "Resources", "concurrency", "workers_that_fit"]
+__all__ = [
+    "ClusterError",
+    "Node",
+    "Observer",
+    "Outcome",
+    "Placement",
+    "Resources",
+    "available_cpus",
+    "concurrency",
+    "this_machine",
+    "workers_that_fit",
+]

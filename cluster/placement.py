@@ -1,6 +1,8 @@
 """Resources of trials and clusters, and how many trials fit. Does not need Ray."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.errors import ClusterError
 
@@ -77,6 +79,32 @@ def workers_that_fit(placement: Placement, resources: Resources) -> int:
 def _workers_on_gpus(gpus: int, each: float) -> int:
     """A worker with a fraction of a GPU uses one GPU, not parts of several."""
     return int(gpus // each) if each >= 1 else gpus * int(1 / each + 1e-9)
+
+
+def this_machine() -> Resources:
+    """The resources of a local cluster, without starting one."""
+    import torch  # takes a second
+
+    return Resources((Node(available_cpus(), torch.cuda.device_count()),))
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use: its affinity mask, limited by the quota of its control group."""
+    affinity = len(os.sched_getaffinity(0))
+    return max(1, min(affinity, int(_cgroup_quota(Path("/sys/fs/cgroup")) or affinity)))
+
+
+def _cgroup_quota(root: Path) -> float | None:
+    """CPUs granted by the control group mounted at `root` (version 2 or 1), None without a limit."""
+    try:
+        if (root / "cpu.max").exists():
+            quota, period = (root / "cpu.max").read_text().split()
+        else:
+            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
+            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
+    except OSError:
+        return None
+    return None if quota in ("max", "-1") else max(1.0, float(quota) / float(period))
 
 
 def _count(number: float, thing: str) -> str:

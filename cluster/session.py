@@ -5,23 +5,29 @@ import os
 import signal
 import socket
 import stat
+import sys
 import tempfile
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import ray
 import ray._private.worker
 from filelock import FileLock, Timeout
 
 from cluster.errors import TOKEN_HINT, ClusterError
-from cluster.placement import Node, Resources
-from cluster.supervision import OnLost, nodes, supervised
+from cluster.placement import Node, Resources, available_cpus
+from cluster.supervision import OnLost, kill_descendants, nodes, supervised
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_ATTEMPTS = 3
+"""How often Ray may start: it waits only 30 s for its own processes, which a busy machine can miss."""
 
 # Ray reads these from the environment of the driver, and Tune passes them on to its processes.
 _SETTINGS = {
@@ -46,7 +52,10 @@ def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterat
 
     Joins the cluster at `address` (`auto`, `host:6379`) or at `RAY_ADDRESS`, which is set inside a Ray job. Without an
     address, starts a local cluster with the CPUs and GPUs that this process may use, and shuts it down at the end. Inside
-    another session, that session is used. If Ray does not start or dies, calls `on_lost`; by default, this process ends.
+    another session, that session is used. If Ray dies, calls `on_lost`; by default, this process ends.
+
+    Raises:
+        ClusterError: Ray did not start here in three attempts, or the cluster cannot be joined.
     """
     if ray.is_initialized():
         yield resources()
@@ -56,12 +65,7 @@ def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterat
     try:
         with supervised(local, on_lost) as connected:
             handler = signal.getsignal(signal.SIGTERM)
-            try:
-                _connect(address or os.environ.get("RAY_ADDRESS") or None)
-            except ClusterError as error:
-                if local and on_lost is not None:
-                    on_lost(str(error))
-                raise
+            _connect(address or os.environ.get("RAY_ADDRESS") or None)
             if threading.current_thread() is threading.main_thread():  # only this thread can set handlers
                 signal.signal(signal.SIGTERM, handler)  # Ray's would end the process without a message
             connected.set()
@@ -102,12 +106,9 @@ def _quieten() -> None:
 def _connect(address: str | None) -> None:
     quiet: dict[str, Any] = {"logging_level": logging.CRITICAL, "log_to_driver": False}
     if address is None:
-        try:
-            # Without the dashboard, whose dozen processes take seconds to start.
-            folder = str(private_folder() / "ray")
-            ray.init(address="local", num_cpus=available_cpus(), include_dashboard=False, _temp_dir=folder, **quiet)
-        except Exception as error:  # Ray raises Exception itself
-            raise ClusterError(f"Ray did not start on this machine ({_reason(error)})") from error
+        # Without the dashboard, whose dozen processes take seconds to start.
+        local: dict[str, Any] = {"address": "local", "num_cpus": available_cpus(), "include_dashboard": False}
+        start_ray(lambda: ray.init(**local, _temp_dir=str(private_folder() / "ray"), **quiet))
         with suppress(OSError):  # Ray creates the token with the default permissions
             Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").chmod(0o600)
         return
@@ -130,6 +131,25 @@ def _connect(address: str | None) -> None:
         ) from error
 
 
+def start_ray(start: Callable[[], T]) -> T:
+    """Calls a function that starts processes of Ray here, up to three times until it succeeds. Says so on stderr.
+
+    Raises:
+        ClusterError: all attempts failed.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        others = psutil.Process().children(recursive=True)
+        try:
+            return start()
+        except Exception as error:  # Ray raises Exception itself
+            kill_descendants(others)
+            reason = _reason(error)
+            if attempt == _ATTEMPTS:
+                raise ClusterError(f"Ray did not start on this machine ({reason})") from error
+        print(f"Ray did not start ({reason}); starting it again ({attempt + 1} of {_ATTEMPTS})", file=sys.stderr, flush=True)
+    raise AssertionError
+
+
 def _reason(error: Exception) -> str:
     return textwrap.shorten(str(error), 300)
 
@@ -144,13 +164,6 @@ def private_folder() -> Path:
     return folder
 
 
-def this_machine() -> Resources:
-    """The resources of a local cluster, without starting one."""
-    import torch  # takes a second
-
-    return Resources((Node(available_cpus(), torch.cuda.device_count()),))
-
-
 def resources() -> Resources:
     """The current resources of this session's cluster."""
     members = nodes()
@@ -158,22 +171,3 @@ def resources() -> Resources:
     grows = any("ray.io/node-group" in node["Labels"] for node in members)
     amounts = [node["Resources"] for node in members]
     return Resources(tuple(Node(int(amount.get("CPU", 0)), int(amount.get("GPU", 0))) for amount in amounts), grows)
-
-
-def available_cpus() -> int:
-    """CPUs that this process may use: its affinity mask, limited by the quota of its control group."""
-    affinity = len(os.sched_getaffinity(0))
-    return max(1, min(affinity, int(_cgroup_quota(Path("/sys/fs/cgroup")) or affinity)))
-
-
-def _cgroup_quota(root: Path) -> float | None:
-    """CPUs granted by the control group mounted at `root` (version 2 or 1), None without a limit."""
-    try:
-        if (root / "cpu.max").exists():
-            quota, period = (root / "cpu.max").read_text().split()
-        else:
-            quota = (root / "cpu/cpu.cfs_quota_us").read_text().strip()
-            period = (root / "cpu/cpu.cfs_period_us").read_text().strip()
-    except OSError:
-        return None
-    return None if quota in ("max", "-1") else max(1.0, float(quota) / float(period))

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ OnLost = Callable[[str], NoReturn]
 
 _SECONDS_BETWEEN_CHECKS = 1.0
 _TIMEOUT = 5.0
-_SECONDS_TO_START = 180.0
+_SECONDS_TO_START = 300.0
 _SECONDS_TO_RESPOND = 30.0
 """How long the head may not answer. Ray would end this process after 60 s."""
 
@@ -83,9 +83,10 @@ def exit_lost(message: str) -> NoReturn:
     os._exit(1)
 
 
-def kill_descendants() -> None:
-    """Kills all processes that this process has started, directly or not. Workers whose raylet is gone end by themselves."""
-    processes = psutil.Process().children(recursive=True)
+def kill_descendants(others: Collection[psutil.Process] = ()) -> None:
+    """Kills all processes that this process has started, directly or not, except `others`. Workers whose raylet is gone end by
+    themselves."""
+    processes = [process for process in psutil.Process().children(recursive=True) if process not in others]
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -7,15 +7,13 @@ run, because Tune does not count the resources that Train uses.
 import math
 import os
 import pickle
-import textwrap
 import time
 import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ray
 import ray.exceptions
@@ -26,9 +24,9 @@ from ray.tune.progress_reporter import TrialProgressCallback
 
 from cluster.errors import ClusterError, LostError
 from cluster.placement import Placement, Resources, concurrency, workers_that_fit
+from cluster.serial import Observer, Outcome, ReportFn, described, one_line
 from cluster.session import resources, session
 
-ReportFn = Callable[[Mapping[str, float]], None]
 V = TypeVar("V")
 
 # With several workers, a trial's driver computes nothing itself. It asks for a small part of a resource that only the head node
@@ -41,41 +39,11 @@ _OUT_OF_MEMORY = (
 )
 _AHEAD = 4
 """Minimum number of trials that wait for new nodes on a cluster that grows."""
-_LONGEST_REASON = 800
-"""Maximum length of the reason for a failure, in characters."""
 _SECONDS_BETWEEN_CHECKS = 1.0
 """Interval between two requests for the cluster's resources."""
 _SECONDS_TO_START = 60.0
 """Time that a trial may take to start before the observer gets a notice."""
 _SECONDS_BETWEEN_NOTICES = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a trial ended: `error` is one line, or None for success; `traceback` contains the details."""
-
-    key: str
-    error: str | None = None
-    traceback: str = ""
-
-
-class Observer(Protocol):
-    """Observes a sweep. Its methods are called in the process and thread that called `sweep`."""
-
-    def started(self, key: str) -> None:
-        """A trial starts, for the first time or as a retry."""
-
-    def progress(self, key: str, metrics: Mapping[str, float]) -> None:
-        """The first worker of a trial has reported metrics."""
-
-    def failed(self, key: str, reason: str) -> None:
-        """A trial has failed and will be retried."""
-
-    def finished(self, outcome: Outcome) -> None:
-        """A trial has ended and will not be retried."""
-
-    def waiting(self, reason: str) -> None:
-        """No trial can run, for example because nodes were lost. Called at once, and then every minute."""
 
 
 def sweep(
@@ -187,7 +155,7 @@ def _trainable(
             if not isinstance(cause, (*non_retryable, *fatal)):
                 raise
             # Tune would retry an exception.
-            failure = {"error": _line(str(cause)), "traceback": traceback.format_exc(), "is_fatal": isinstance(cause, fatal)}
+            failure = {"error": one_line(str(cause)), "traceback": traceback.format_exc(), "is_fatal": isinstance(cause, fatal)}
             ray.tune.report({"failure": failure})
 
     return train_one
@@ -341,16 +309,12 @@ def _failure(trial: Any) -> tuple[str, str]:
 def _reason(error: Exception | None, tracebacks: str) -> str:
     """One line with the reason for a failure."""
     if error is None:
-        return _line(tracebacks.strip().splitlines()[-1])
+        return one_line(tracebacks.strip().splitlines()[-1])
     if "its node has died" in str(error):
         return "its node was lost; if this happens again and again, check the trial's memory use"
     if "Worker exit type" in str(error):
         return "a worker process died without an exception; it ran out of memory, was killed, or crashed"
-    return _line("".join(traceback.format_exception_only(_cause(error))))
-
-
-def _line(text: str) -> str:
-    return textwrap.shorten(text, _LONGEST_REASON)
+    return described(_cause(error))
 
 
 def _cause(error: Exception) -> Exception:

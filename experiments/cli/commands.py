@@ -23,6 +23,7 @@ from experiments.cli.options import (
     AS_JSON,
     ONLY,
     RUNS,
+    SERIAL,
     TAKE_OVER,
     grid_options,
     not_empty,
@@ -86,7 +87,7 @@ for command in (
 
 
 @cli.command()
-@grid_options(RUNS, ONLY, TAKE_OVER)
+@grid_options(RUNS, ONLY, TAKE_OVER, SERIAL)
 @ADDRESS
 def run(request: GridRequest, address: str | None) -> None:
     """Train a grid's unfinished trials and print the results.
@@ -99,6 +100,8 @@ def run(request: GridRequest, address: str | None) -> None:
     from experiments.cli.run import run as run_grid
     from experiments.runner.grid_run import open_grid_run
 
+    if request.serial and address is not None:
+        raise UserError(f"--serial and --address {address}: give one of them; --serial trains in this process")
     sys.exit(0 if run_grid(open_grid_run(request), address) else 1)
 
 

@@ -80,6 +80,9 @@ ADDRESS = click.option(
 TAKE_OVER = click.option(
     "--take-over", is_flag=True, help="For runs in a bucket: train the grid although another `san run` has claimed it."
 )
+SERIAL = click.option(
+    "--serial", is_flag=True, help="Train one trial after the other in this process, without Ray, for a debugger or a profiler."
+)
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

@@ -27,6 +27,8 @@ class GridRequest:
     """Rows to train; empty for all."""
     take_over: bool = False
     """Whether this command replaces the claim of another one, in a bucket."""
+    serial: bool = False
+    """Whether this process trains the trials itself, without Ray."""
     imports: tuple[str, ...] = ()
     """Files to import in addition to the grid's."""
 

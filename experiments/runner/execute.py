@@ -5,31 +5,46 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from cluster import ClusterError, Resources, concurrency
+from cluster import ClusterError, Observer, Outcome, Placement, Resources, concurrency, this_machine
+from cluster.interrupt import interruptible
+from cluster.serial import sweep as serial_sweep
 from experiments.errors import MachineError, UserError
 from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import missing_measurements, room, to_train
 from experiments.runner.progress import Progress, duration, trial_count
+from experiments.runner.restart import Restart
 from experiments.runs.claims import Claim, StopRequest, claimed_trials
 from experiments.runs.retry import OUTAGE_TIMEOUT, retry
 from experiments.runs.store import ClaimedError, StorageError, node_lock
 from experiments.runs.summary import read_top1
 from experiments.tracking import Result, TrackerError
 from experiments.training.device import training_device
+from experiments.training.reporter import ReportFn
 from experiments.training.trainer import ShouldContinue, run_trial
 from pipelines import DataError
 from san import CheckpointError
 
-if TYPE_CHECKING:
-    from cluster.sweep import Outcome
-    from experiments.runner.restart import Restart
+
+class Sweep(Protocol):
+    """`cluster.sweep.sweep` or `cluster.serial.sweep`, whose docstrings explain the arguments."""
+
+    def __call__(
+        self,
+        function: Callable[[Any, ReportFn], object],
+        values: Mapping[str, Any],
+        *,
+        observer: Observer,
+        non_retryable: tuple[type[Exception], ...] = (),
+        fatal: tuple[type[Exception], ...] = (),
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Outcome]: ...
 
 
 def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
@@ -71,11 +86,13 @@ def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
 
 def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains trials that no other process is training. Returns the keys of the trials that did not fail."""
-    start, store = time.monotonic(), grid_run.workspace.store
+    start, store, workers = time.monotonic(), grid_run.workspace.store, grid_run.placement.workers
+    if grid_run.request.serial and workers > 1:
+        raise UserError(f"--serial trains in one process, but resources.workers={workers}; add resources.workers=1")
     with _on_cluster(grid_run, missing, address) as (resources, restart):
         if restart.local:  # Fail before any trial starts if none can run.
             training_device(grid_run.trials[0].config)
-        at_once = min(concurrency(grid_run.placement, resources), len(missing))
+        at_once = _at_once(grid_run, grid_run.placement, resources, len(missing))
         print_status(room(grid_run, resources, at_once))
         with claimed_trials(store, grid_run.full_name, missing, grid_run.request.take_over) as (claimed, claim):
             _print_skipped(missing, claimed)
@@ -99,10 +116,7 @@ def _train_claimed(
     restart: Restart,
     start: float,
 ) -> dict[str, Outcome]:
-    """Trains trials with Ray Tune and shows their progress. On Ctrl-C, the trials save their work first."""
-    from cluster.interrupt import interruptible
-    from cluster.sweep import sweep
-
+    """Trains trials and shows their progress. On Ctrl-C, the trials save their work first."""
     epochs = {key: trial.config.recipe.epochs for key, trial in trials.items()}
     progress = Progress({key: trial.name for key, trial in trials.items()}, epochs, sys.stderr, start=start)
     restart.has_advanced = progress.has_advanced
@@ -117,7 +131,7 @@ def _train_claimed(
     try:
         with (
             _early_stopping(grid_run, results) as should_continue,
-            _ray_folder(grid_run) as folder,
+            _sweep(grid_run, grid_run.placement) as sweep,
             interruptible(ask_trials) as is_interrupted,
         ):
             restart.is_interrupted = is_interrupted
@@ -127,8 +141,6 @@ def _train_claimed(
             return sweep(
                 train_one,
                 trials,
-                grid_run.placement,
-                storage=folder,
                 observer=progress,
                 non_retryable=(UserError, DataError, FloatingPointError),
                 fatal=(MachineError, ClaimedError),
@@ -145,8 +157,6 @@ def _train_claimed(
 
 def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None) -> None:
     """Measures the robustness of trained trials and tracks each result at once. The arguments are as in `train`."""
-    from cluster.sweep import sweep  # imports Ray
-
     start, store, placement = time.monotonic(), grid_run.workspace.store, replace(grid_run.placement, workers=1)
     trials = {key: task.trial for key, task in missing.items()}
     with (
@@ -155,7 +165,7 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
     ):
         _print_skipped(trials, claimed)
         tasks = {key: missing[key] for key in claimed}
-        at_once, protocol = min(concurrency(placement, resources), len(tasks)), grid_run.grid.robustness
+        at_once, protocol = _at_once(grid_run, placement, resources, len(tasks)), grid_run.grid.robustness
         number = trial_count(len(tasks))
         print_status(f"robustness ({protocol}): {number} to measure, {at_once} at a time, {placement} per trial")
 
@@ -167,8 +177,8 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         progress, errors = MeasureProgress(tasks, keep, sys.stderr), (UserError, DataError, CheckpointError)
         restart.has_advanced = progress.has_advanced
         try:
-            with _ray_folder(grid_run) as folder:
-                outcomes = sweep(measure_trial, tasks, placement, storage=folder, observer=progress, non_retryable=errors)
+            with _sweep(grid_run, placement) as sweep:
+                outcomes = sweep(measure_trial, tasks, observer=progress, non_retryable=errors)
         except (KeyboardInterrupt, ClusterError):
             with suppress(TrackerError):
                 grid_run.tracker.interrupted(())
@@ -180,9 +190,11 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
 
 @contextmanager
 def _on_cluster(grid_run: GridRun, trials: Mapping[str, Trial], address: str | None) -> Iterator[tuple[Resources, Restart]]:
-    """Starts Ray on this machine, or joins a cluster."""
+    """Starts Ray on this machine, or joins a cluster. With `--serial`, this process is all there is."""
+    if grid_run.request.serial:
+        yield this_machine(), Restart(grid_run, trials.values(), local=True)
+        return
     from cluster.session import alone, is_local, session  # imports Ray
-    from experiments.runner.restart import Restart
 
     restart = Restart(grid_run, trials.values(), is_local(address))
     print_status("starting Ray on this machine" if restart.local else "joining the Ray cluster")
@@ -200,12 +212,24 @@ def _print_skipped(trials: Mapping[str, Trial], claimed: Mapping[str, Trial]) ->
         print_status(f"skipped, because another `san run` uses the same trials: {', '.join(others)}")
 
 
+def _at_once(grid_run: GridRun, placement: Placement, resources: Resources, trials: int) -> int:
+    """How many trials run at once."""
+    fits = concurrency(placement, resources)
+    return 1 if grid_run.request.serial else min(fits, trials)
+
+
 @contextmanager
-def _ray_folder(grid_run: GridRun) -> Iterator[str]:
-    """A folder for Ray's files of a sweep. It is deleted at the end, and before if a killed run has left it."""
+def _sweep(grid_run: GridRun, placement: Placement) -> Iterator[Sweep]:
+    """The sweep in this process with `--serial`, else Ray's. The folder for Ray's files is deleted at the end, and before if a
+    killed run has left it."""
+    if grid_run.request.serial:
+        yield serial_sweep
+        return
+    from cluster.sweep import sweep  # imports Ray
+
     store, folder = grid_run.workspace.store, f"sweeps/{grid_run.full_name}"
     store.delete_folder(folder)
-    yield store.uri(folder)
+    yield functools.partial(sweep, placement=placement, storage=store.uri(folder))
     with suppress(StorageError):
         store.delete_folder(folder)
 
@@ -228,12 +252,13 @@ def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterato
     if wanted is None:
         yield None
         return
-    from cluster.halving import judge  # imports Ray Tune
+    from cluster.halving import Rungs, judge  # imports Ray Tune
 
     before = [trial for trial in grid_run.trials if is_done(grid_run, results, trial)]
     workspace = grid_run.workspace
     known = {trial.key: read_top1(workspace.store.read(workspace.summary(trial))) for trial in before}
-    with judge(wanted.grace_epochs, wanted.reduction, grid_run.trials[0].config.recipe.epochs, known) as should_continue:
+    rungs = wanted.grace_epochs, wanted.reduction, grid_run.trials[0].config.recipe.epochs, known
+    with nullcontext(Rungs(*rungs).should_continue) if grid_run.request.serial else judge(*rungs) as should_continue:
         yield should_continue
 
 

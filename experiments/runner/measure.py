@@ -19,7 +19,7 @@ from experiments.training.reporter import ReportFn
 from experiments.training.trainer import trial_log
 
 if TYPE_CHECKING:
-    from cluster.sweep import Outcome
+    from cluster import Outcome
 
 
 @dataclass(frozen=True, slots=True)

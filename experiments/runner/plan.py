@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from cluster import ClusterError, Resources, concurrency
+from cluster import ClusterError, Resources, concurrency, this_machine
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.config import DataConfig
 from experiments.grids.grid import Trial
@@ -90,7 +90,7 @@ def missing_measurements(grid_run: GridRun, results: Mapping[str, Result]) -> di
 def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: str | None) -> tuple[list[str], bool]:
     """The number of trials to train, how many run at a time, their resources and the training time; and whether the trials can
     run."""
-    from cluster.session import is_local, session, this_machine  # imports Ray
+    from cluster.session import is_local, session  # imports Ray
 
     unfinished = [trial for trial in planned if not trial.finished and trial.stopped_at is None]
     missing = {trial.key: trial for trial in reversed(unfinished)}  # the first of equal ones has the hours

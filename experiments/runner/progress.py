@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from experiments.training.reporter import words
 
 if TYPE_CHECKING:
-    from cluster.sweep import Outcome
+    from cluster import Outcome
 
 SECONDS_BETWEEN_LINES = 10.0
 """Between two lines of a log about the same trial, at least."""

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from cluster.supervision import exit_lost, kill_descendants
 from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, print_status
 from experiments.tracking import TrackerError
@@ -40,6 +39,8 @@ class Restart:
     """Whether the user has interrupted this process."""
 
     def __call__(self, message: str) -> NoReturn:
+        from cluster.supervision import exit_lost, kill_descendants  # imports Ray
+
         count = 0 if self.has_advanced() else int(os.environ.get(RESTARTS, "0"))
         if self.local and count < LIMIT and not self.is_interrupted():
             print_status(f"{message}; restarting Ray ({count + 1} of {LIMIT}); finished epochs are kept")

@@ -22,9 +22,10 @@ from pathlib import Path
 
 from mlflow.entities import Metric, Param, RunStatus
 
-from cluster import Placement
+from cluster import Outcome, Placement
+from cluster.serial import ReportFn
 from cluster.session import session
-from cluster.sweep import Outcome, ReportFn, sweep
+from cluster.sweep import sweep
 from experiments.grids.config import PROJECT_DIR, flat
 from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import known_results, open_grid_run

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.sweep import Outcome, ReportFn
+from cluster import Outcome
+from cluster.serial import ReportFn
 
 
 @dataclass(slots=True)

@@ -19,8 +19,9 @@ from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from cluster import Placement
+from cluster.serial import ReportFn
 from cluster.session import session
-from cluster.sweep import ReportFn, sweep
+from cluster.sweep import sweep
 from tests.cluster.functions import Shouting
 from tests.experiments.drivers import PATIENCE
 

@@ -7,8 +7,8 @@ import ray
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 import cluster.session
-from cluster import Node, Resources
-from cluster.session import alone, available_cpus
+from cluster import Node, Resources, available_cpus
+from cluster.session import alone
 
 
 def test_resources_add_up() -> None:
@@ -33,7 +33,7 @@ def test_available_cpus_respect_the_control_group(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("cluster.session.Path", lambda path: tmp_path)
+    monkeypatch.setattr("cluster.placement.Path", lambda path: tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(8)))
     assert available_cpus() == cpus
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from cluster import Node, Resources
+from cluster import Node, Observer, Outcome, Resources
 from cluster.supervision import OnLost
-from cluster.sweep import Observer, Outcome
 from experiments.cli import main
 from experiments.grids.config import DataConfig
 from experiments.grids.grid import Trial

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.session import available_cpus
+from cluster import available_cpus
 from experiments.grids.request import GridRequest
 from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run

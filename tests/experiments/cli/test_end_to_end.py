@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import Placement
-from cluster.session import available_cpus
+from cluster import Placement, available_cpus
 from cluster.sweep import sweep
 from experiments.grids.grid import Trial
 from experiments.grids.request import GridRequest

@@ -14,9 +14,9 @@ import pytest
 from torch import nn
 
 import san
+from cluster import Observer, Outcome
 from cluster.errors import LostError
 from cluster.session import alone
-from cluster.sweep import Observer, Outcome
 from experiments.cli.run import run, study
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR

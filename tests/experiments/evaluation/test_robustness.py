@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import san
+from cluster import Observer
 from cluster.errors import LostError
-from cluster.sweep import Observer
 from experiments.cli.run import run
 from experiments.evaluation.attack import predictions
 from experiments.evaluation.evaluate import open_images

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from cluster.sweep import Outcome
+from cluster import Outcome
 from experiments.runner import progress as progress_module
 from experiments.runner.progress import Progress, counting
 
