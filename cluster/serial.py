@@ -3,7 +3,6 @@
 Also what every sweep tells about its trials; this file does not import Ray.
 """
 
-import functools
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping
@@ -61,14 +60,25 @@ def sweep(
     As `cluster.sweep.sweep`, except that there is one worker, and that no trial is retried: the same process would fail again.
     """
     outcomes: dict[str, Outcome] = {}
+    errors_of_observer: list[Exception] = []
+
+    def report(metrics: Mapping[str, float]) -> None:
+        try:
+            observer.progress(key, metrics)
+        except Exception as error:
+            errors_of_observer.append(error)
+            raise
+
     for key, value in values.items():
         if is_interrupted():
             break
         observer.started(key)
         try:
-            function(value, functools.partial(observer.progress, key))
+            function(value, report)
             outcomes[key] = Outcome(key)
         except Exception as error:
+            if error in errors_of_observer:
+                raise
             reason = one_line(str(error)) if isinstance(error, (*non_retryable, *fatal)) else described(error)
             outcomes[key] = Outcome(key, reason, traceback.format_exc())
             if isinstance(error, fatal):

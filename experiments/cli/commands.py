@@ -100,8 +100,6 @@ def run(request: GridRequest, address: str | None) -> None:
     from experiments.cli.run import run as run_grid
     from experiments.runner.grid_run import open_grid_run
 
-    if request.serial and address is not None:
-        raise UserError(f"--serial and --address {address}: give one of them; --serial trains in this process")
     sys.exit(0 if run_grid(open_grid_run(request), address) else 1)
 
 
@@ -221,6 +219,7 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
 )
 @click.option("--train/--no-train", default=True, help="Train missing trials, or only collect results and write the page.")
 @TAKE_OVER
+@SERIAL
 def study(
     profile: str,
     seeds: int,
@@ -230,6 +229,7 @@ def study(
     kept: Path | None,
     train: bool,
     take_over: bool,
+    serial: bool,
 ) -> None:
     """Train the paper's ablations and test the paper's claims.
 
@@ -244,7 +244,7 @@ def study(
 
     folder = PROJECT_DIR / "docs" / "results" / Path(profile).stem
     page, kept = page or folder / "study.md", kept or folder / "trials.csv"
-    sys.exit(0 if run_study(profile, seeds, runs, address, page, kept, train, take_over) else 1)
+    sys.exit(0 if run_study(profile, seeds, runs, address, page, kept, train, take_over, serial) else 1)
 
 
 _CLUSTER_RUNS = click.option(

@@ -50,6 +50,7 @@ def study(
     kept: Path,
     trains: bool = True,
     take_over: bool = False,
+    serial: bool = False,
 ) -> bool:
     """Trains the paper's ablation grids and writes a page with the results. Returns whether all trials are finished.
 
@@ -65,7 +66,8 @@ def study(
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise UserError(f"{path}: cannot write this file; choose another one with {option}")
     requests = [
-        GridRequest(GRIDS_DIR / f"{name}.yaml", profile, runs=runs, seeds=seeds, take_over=take_over) for name in paper_claims()
+        GridRequest(GRIDS_DIR / f"{name}.yaml", profile, runs=runs, seeds=seeds, take_over=take_over, serial=serial)
+        for name in paper_claims()
     ]
     grid_runs = [open_grid_run(request) for request in requests]
     for grid_run in grid_runs:

@@ -89,6 +89,8 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> 
     start, store, workers = time.monotonic(), grid_run.workspace.store, grid_run.placement.workers
     if grid_run.request.serial and workers > 1:
         raise UserError(f"--serial trains in one process, but resources.workers={workers}; add resources.workers=1")
+    if grid_run.request.serial and address is not None:
+        raise UserError(f"--serial and --address {address}: give only one of them, because --serial trains in this process")
     with _on_cluster(grid_run, missing, address) as (resources, restart):
         if restart.local:  # Fail before any trial starts if none can run.
             training_device(grid_run.trials[0].config)

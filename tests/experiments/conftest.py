@@ -3,8 +3,7 @@
 import functools
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
@@ -14,8 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-from cluster import Node, Observer, Outcome, Resources
-from cluster.supervision import OnLost
 from experiments.cli import main
 from experiments.grids.config import DataConfig
 from experiments.grids.grid import Trial
@@ -37,7 +34,6 @@ Rejected = Callable[..., str]
 OpenGrid = Callable[..., GridRun]
 WriteGrid = Callable[..., Path]
 Place = Callable[[str], Workspace]
-TrainTrial = Callable[[Any, Any, Any], None]
 
 
 def captured_san(
@@ -116,33 +112,11 @@ def runs(tmp_path: Path, empty_database: Path) -> Path:
 
 
 @pytest.fixture
-def replace_cluster(monkeypatch: pytest.MonkeyPatch) -> Callable[[TrainTrial], None]:
-    """Replaces Ray: calls a function with the callable, the value and the observer of each trial instead."""
-
-    @contextmanager
-    def session(address: str | None, on_lost: OnLost | None = None) -> Iterator[Resources]:
-        yield Resources((Node(cpus=2, gpus=0),))
-
-    def replace(train_trial: TrainTrial) -> None:
-        def sweep(function: Any, values: Mapping[str, Any], *_: Any, observer: Observer, **__: Any) -> dict[str, Outcome]:
-            for key, value in values.items():
-                observer.started(key)
-                train_trial(function, value, observer)
-                observer.finished(Outcome(key))
-            return {key: Outcome(key) for key in values}
-
-        monkeypatch.setattr("cluster.session.session", session)
-        monkeypatch.setattr("cluster.sweep.sweep", sweep)
-
-    return replace
-
-
-@pytest.fixture
 def open_small_grid(runs: Path) -> OpenGrid:
     """Opens a grid run on the small grid with a prepared tracker."""
 
     def open_it(*overrides: str) -> GridRun:
-        grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", overrides, runs))
+        grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", overrides, runs, serial=True))
         grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
         return grid_run
 

@@ -1,7 +1,6 @@
 """The main path with every real part: `san run`, Ray, DALI, DeepSpeed, kernels, MLflow and the table."""
 
 import csv
-import functools
 import os
 import re
 import shutil
@@ -14,36 +13,67 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import Placement, available_cpus
-from cluster.sweep import sweep
+from cluster.session import alone
+from experiments.cli.run import run
 from experiments.grids.grid import Trial
 from experiments.grids.request import GridRequest
-from experiments.runner.grid_run import open_grid_run
+from experiments.runner import execute
+from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runs.workspace import Workspace
+from experiments.training import trainer
+from experiments.training.reporter import ReportFn
 from experiments.training.trainer import run_trial
-from tests.cluster.functions import Memory
 from tests.cluster.test_supervision import AGENTS, MARK, wait_until_gone
-from tests.experiments.conftest import SMALL_GRID, WriteGrid
+from tests.experiments.conftest import SMALL_GRID, OpenGrid, WriteGrid
 from tests.experiments.drivers import Driver
-from tests.experiments.samples import logged_epochs
+from tests.experiments.samples import logged_epochs, runs_of
 
-OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=64")
+Start = Callable[..., Driver]
 
 
 @pytest.fixture
-def start(tmp_path: Path, empty_database: Path) -> Iterator[Callable[[], Driver]]:
+def start(tmp_path: Path, empty_database: Path) -> Iterator[Start]:
+    """Starts `san run` on the small grid in a process."""
     (tmp_path / "runs").mkdir()
     shutil.copy(empty_database, tmp_path / "runs" / "mlflow.db")  # creating one takes seconds
     with ExitStack() as drivers:
-        yield lambda: drivers.enter_context(Driver(SMALL_GRID, tmp_path / "runs", OVERRIDES, {MARK: str(tmp_path)}))
+
+        def start_it(*options: str) -> Driver:
+            return drivers.enter_context(Driver(SMALL_GRID, tmp_path / "runs", options, {MARK: str(tmp_path)}))
+
+        yield start_it
 
 
-@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["Ctrl-C", "kill"])
-def test_grid_resumes(is_killed: bool, start: Callable[[], Driver], tmp_path: Path) -> None:
-    first = start()
-    first.wait_for("resnet26_3 starts")
-    first.wait_for("patchwise_3 starts")  # two trials at the same time
-    first.wait_for("finished in")
+def assert_complete(grid_run: GridRun, epochs: int) -> None:
+    """Every row of the small grid is finished, and MLflow has each of its epochs once."""
+    logged = logged_epochs(grid_run)
+    assert sorted(row for row, _, _ in logged) == ["pairwise_3", "patchwise_3", "resnet26_3"]
+    assert all(steps == [*range(epochs)] for steps in logged.values()), logged
+    assert all(result.finished for result in grid_run.tracker.results().values())
+
+
+def test_grid_is_trained_with_every_real_part(start: Start, tmp_path: Path) -> None:
+    options = ("recipe.epochs=2", "recipe.batch_size=64", "data.train_per_class=64")
+    with alone():
+        driver = start(*options)
+        assert driver.finish() == 0, driver.said
+    assert "another `san run` is using this machine" in driver.said
+    assert_complete(open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs")), 2)
+    assert driver.said.count("top-1 paper") == 1
+    (folder,) = (tmp_path / "runs").glob("small-digits+*")
+    rows = list(csv.DictReader((folder / "table.csv").open()))
+    assert [row["id"] for row in rows] == ["pairwise_3", "resnet26_3", "patchwise_3"]
+    assert [f"{float(row['params']):.1f} {float(row['flops']):.1f}" for row in rows] == ["10.5 1.7", "13.7 2.4", "10.7 1.6"]
+    assert all(float(row["top1"]) >= 0 for row in rows)
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [False, True], ids=["Ctrl-C", "kill"])
+def test_real_processes_end_and_the_grid_resumes(is_killed: bool, start: Start, tmp_path: Path) -> None:
+    options = ("recipe.epochs=3", "recipe.batch_size=64")
+    first = start(*options)
+    first.wait_for("resnet26_3 epoch|resnet26_3 finished")
     if is_killed:
         os.kill(first.process.pid, signal.SIGKILL)
         first.finish()
@@ -54,22 +84,45 @@ def test_grid_resumes(is_killed: bool, start: Callable[[], Driver], tmp_path: Pa
         assert "Traceback" not in first.said and "grpc" not in first.said.lower()
     wait_until_gone(str(tmp_path), AGENTS if is_killed else ())
 
-    last = start()
+    last = start(*options)
     assert last.finish() == 0, last.said
-    assert re.search(r"3 trials, [12] already finished", last.said)
-    grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", OVERRIDES, tmp_path / "runs"))
-    epochs = logged_epochs(grid_run)
-    assert sorted(row for row, _, _ in epochs) == ["pairwise_3", "patchwise_3", "resnet26_3"]
-    assert all(steps == [0, 1, 2] for steps in epochs.values()), epochs
-    assert all(result.finished for result in grid_run.tracker.results().values())
+    assert_complete(open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs")), 3)
 
-    assert last.said.count("top-1 paper") == 1
-    folder = tmp_path / "runs" / "small-digits+recipe.epochs=3+recipe.batch_size=64"
-    rows = list(csv.DictReader((folder / "table.csv").open()))
-    assert [row["id"] for row in rows] == ["pairwise_3", "resnet26_3", "patchwise_3"]
-    assert [f"{float(row['params']):.1f} {float(row['flops']):.1f}" for row in rows] == ["10.5 1.7", "13.7 2.4", "10.7 1.6"]
-    assert all(float(row["top1"]) > 15 for row in rows)
-    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+def test_interrupted_grid_saves_its_work_and_resumes(
+    open_small_grid: OpenGrid,
+    process_group: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ctrl-C in the first epoch of the second trial."""
+    grid_run = open_small_grid("recipe.epochs=2", "recipe.batch_size=50", "data.train_per_class=20")
+    started: list[str] = []
+
+    def interrupted_in_the_second(workspace: Workspace, trial: Trial, report: ReportFn, **options: Any) -> None:
+        started.append(trial.row)
+
+        def interrupt(metrics: Mapping[str, float]) -> None:
+            report(metrics)
+            if len(started) == 2 and "interrupted" not in metrics:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        run_trial(workspace, trial, interrupt, **options)
+
+    monkeypatch.setattr(execute, "run_trial", interrupted_in_the_second)
+    monkeypatch.setattr(trainer, "SECONDS_BETWEEN_CHECKS", -1.0)
+    with pytest.raises(KeyboardInterrupt):
+        run(grid_run, None)
+    assert len(started) == 2
+    assert f"{started[1]} saved at epoch 1/2, step " in capsys.readouterr().err
+    assert sorted(found.info.status for found in runs_of(grid_run)) == ["FINISHED", "KILLED"]
+
+    monkeypatch.setattr(execute, "run_trial", run_trial)
+    assert run(grid_run, None)
+    assert re.search("3 trials, 1 already finished, 2 to train", capsys.readouterr().err)
+    (interrupted,) = (trial for trial in grid_run.trials if trial.row == started[1])
+    assert "resuming from epoch-0000-step-" in grid_run.workspace.log(interrupted).read_text()
+    assert_complete(grid_run, 2)
 
 
 THREE_SETTINGS = """
@@ -82,30 +135,17 @@ rows:
 """
 
 
-def train_and_save(workspace: Workspace, trial: Trial, report: Callable[[Mapping[str, float]], None]) -> None:
-    """Trains a trial and saves its weights and the ID of its process."""
-    state = run_trial(workspace, trial, report).state_dict()
-    torch.save({"state": state, "pid": os.getpid()}, workspace.runs / f"{trial.row}.pt")
-
-
-@pytest.mark.slow
 def test_result_does_not_depend_on_earlier_trials_of_the_process(
-    write_grid: WriteGrid, tmp_path: Path, empty_database: Path
+    write_grid: WriteGrid, runs: Path, process_group: None
 ) -> None:
-    saved: list[dict[str, Any]] = []
-    for name, step in (("forwards", 1), ("backwards", -1)):
-        (tmp_path / name).mkdir()
-        shutil.copy(empty_database, tmp_path / name / "mlflow.db")
-        grid_run = open_grid_run(GridRequest(write_grid(THREE_SETTINGS), "digits", (), tmp_path / name))
+    saved: list[dict[str, Mapping[str, torch.Tensor]]] = []
+    for order in ("forwards", "backwards"):
+        grid_run = open_grid_run(GridRequest(write_grid(THREE_SETTINGS, f"{order}.yaml"), "digits", (), runs / order))
+        (runs / order).mkdir()
+        shutil.copy(runs / "mlflow.db", runs / order)
         grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
-        trials = {trial.key: trial for trial in grid_run.trials[::step]}
-        one_at_a_time = Placement(cpus=available_cpus())
-        train = functools.partial(train_and_save, grid_run.workspace)
-        outcomes = sweep(train, trials, one_at_a_time, storage=tmp_path / name, observer=Memory(), retries=0)
-        assert [outcome.error for outcome in outcomes.values()] == [None] * 3, outcomes
-        saved.append({trial.row: torch.load(tmp_path / name / f"{trial.row}.pt") for trial in grid_run.trials})
-    for trials_of_a_sweep in saved:
-        assert len({trial["pid"] for trial in trials_of_a_sweep.values()}) == 1
-    for row, trial in saved[0].items():
-        for weights, value in trial["state"].items():
-            assert torch.equal(value, saved[1][row]["state"][weights]), (row, weights)
+        trials = grid_run.trials if order == "forwards" else grid_run.trials[::-1]
+        saved.append({each.row: run_trial(grid_run.workspace, each, lambda metrics: None).state_dict() for each in trials})
+    for row, weights in saved[0].items():
+        for name, value in weights.items():
+            assert torch.equal(value, saved[1][row][name]), (row, name)

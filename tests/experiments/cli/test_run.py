@@ -1,10 +1,7 @@
-"""`san run` and `san study` from plan to table, with a fake cluster that trains nothing."""
+"""`san run` and `san study` from plan to table, in this process, with a training that only writes results."""
 
 import csv
-import functools
-import importlib
 import statistics
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,7 @@ import pytest
 from torch import nn
 
 import san
-from cluster import Observer, Outcome
 from cluster.errors import LostError
-from cluster.session import alone
 from experiments.cli.run import run, study
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR
@@ -25,16 +20,19 @@ from experiments.grids.grid import Trial
 from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_claims, paper_rows, table_names
 from experiments.report.data import table_rows
+from experiments.runner import execute
 from experiments.runner.estimate import Estimator
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from experiments.runner.progress import duration
 from experiments.runs import retry
 from experiments.runs.claims import claimed_trials
+from experiments.runs.workspace import Workspace
 from experiments.tracking import TrackerError
 from experiments.tracking.tracker import Tracker
+from experiments.training.reporter import ReportFn
 from san.models.registry import VARIANTS
-from tests.experiments.conftest import OpenGrid, San, TrainTrial, WriteGrid
+from tests.experiments.conftest import OpenGrid, San, WriteGrid
 from tests.experiments.samples import EPOCH, runs_of
 
 EQUAL_ROWS = """
@@ -51,25 +49,24 @@ def open_text(write_grid: WriteGrid, runs: Path) -> OpenGrid:
     """Opens a grid run on the text of a grid."""
 
     def open_it(text: str, name: str = "first", *overrides: str) -> GridRun:
-        return open_grid_run(GridRequest(write_grid(text, f"{name}.yaml"), "digits", overrides, runs))
+        return open_grid_run(GridRequest(write_grid(text, f"{name}.yaml"), "digits", overrides, runs, serial=True))
 
     return open_it
 
 
 @pytest.fixture
-def trained(replace_cluster: Callable[[TrainTrial], None]) -> list[str]:
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces training: each trial is finished at once, with its number as top-1. Lists the trials as `grid/name`."""
     names: list[str] = []
 
-    def train_trial(train: functools.partial[object], trial: Trial, observer: Observer) -> None:
-        (workspace,) = train.args
+    def train_trial(workspace: Workspace, trial: Trial, report: ReportFn, **_: object) -> None:
         names.append(f"{trial.grid}/{trial.name}")
         tracked = Tracker(workspace.tracking_uri, trial.grid, trial.profile).open(trial)
         tracked.log([replace(EPOCH, top1=float(len(names)))])
         tracked.add({"summary/images_per_second": 100.0, "summary/training_hours": 0.1})
         tracked.finish()
 
-    replace_cluster(train_trial)
+    monkeypatch.setattr(execute, "run_trial", train_trial)
     return names
 
 
@@ -108,15 +105,15 @@ def test_report_in_mlflow_is_current(open_text: OpenGrid, trained: list[str], mo
     """It has results that another grid or version has changed."""
     grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}, {id: b, model: {name: resnet38}}]}")
     before: list[str] = []
-    sweep = importlib.import_module("cluster.sweep").sweep
+    train = execute.run_trial
 
-    def recording(*arguments: Any, **options: Any) -> dict[str, Outcome]:
+    def recording(*arguments: Any, **options: Any) -> None:
         before.append(reported_in_mlflow(grid_run)[0])
-        return dict(sweep(*arguments, **options))
+        train(*arguments, **options)
 
-    monkeypatch.setattr("cluster.sweep.sweep", recording)
+    monkeypatch.setattr(execute, "run_trial", recording)
     assert run(grid_run, None)
-    assert before == ["RUNNING"]
+    assert before == ["RUNNING", "RUNNING"]
     status, files = reported_in_mlflow(grid_run)
     assert status == "FINISHED" and "| b | 2.0 |" in files["table.md"]
 
@@ -259,11 +256,10 @@ def test_trial_that_another_command_trains_is_skipped(
 ) -> None:
     grid_run = open_text(EQUAL_ROWS)
     plain = grid_run.trials[0]
-    with claimed_trials(grid_run.workspace.store, "other-digits", {plain.key: plain}), alone():
+    with claimed_trials(grid_run.workspace.store, "other-digits", {plain.key: plain}):
         assert not run(grid_run, None)
     assert trained == ["first/other"]
     err = capsys.readouterr().err
-    assert "another `san run` is using this machine" in err
     assert "skipped, because another `san run` uses the same trials: plain" in err
     assert "trained 1 trial in " in err
     assert "not finished: plain, written_out; to resume, run `" in err
@@ -274,16 +270,15 @@ def test_trial_that_another_command_trains_is_skipped(
 @pytest.mark.usefixtures("trained")
 def test_run_that_loses_its_trials_can_be_repeated(open_text: OpenGrid, run_san: San, monkeypatch: pytest.MonkeyPatch) -> None:
     grid_run = open_text(EQUAL_ROWS)
-    command = "run", grid_run.request.grid, "--runs", grid_run.workspace.runs
+    command = "run", grid_run.request.grid, "--serial", "--runs", grid_run.workspace.runs
     with monkeypatch.context() as context:
-        context.setattr("cluster.sweep.sweep", Mock(side_effect=LostError("no memory is left")))
+        context.setattr(execute, "serial_sweep", Mock(side_effect=LostError("no memory is left")))
         code, _, err = run_san(*command)
     assert (code, err.splitlines()[-1]) == (1, "san: no memory is left")
     assert [parent.info.status for parent in runs_of(grid_run, "grid")] == ["KILLED"]
     assert run_san(*command)[0] == 0
 
 
-@pytest.mark.usefixtures("trained")
 @pytest.mark.parametrize("is_back", [True, False])
 def test_reports_failed_trials_and_results_that_mlflow_did_not_accept(
     is_back: bool, open_text: OpenGrid, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -291,13 +286,13 @@ def test_reports_failed_trials_and_results_that_mlflow_did_not_accept(
     """MLflow was away when the other trial ended, and is back, or still away, when the grid ends."""
     grid_run = open_text(EQUAL_ROWS)
 
-    def sweep(train: object, trials: Mapping[str, Trial], *_: object, **__: object) -> dict[str, Outcome]:
+    def train(workspace: Workspace, trial: Trial, report: ReportFn, **_: object) -> None:
         if not is_back:
-            (grid_run.workspace.runs / "mlflow.db").write_bytes(b"not a database" * 100)
-        failed, unsent = trials
-        return {failed: Outcome(failed, "it broke"), unsent: Outcome(unsent)}
+            (workspace.runs / "mlflow.db").write_bytes(b"not a database" * 100)
+        if trial.row == "other":
+            raise RuntimeError("it broke")
 
-    monkeypatch.setattr("cluster.sweep.sweep", sweep)
+    monkeypatch.setattr(execute, "run_trial", train)
     monkeypatch.setattr(retry, "OUTAGE_TIMEOUT", 0.1)
     monkeypatch.setattr(retry, "PAUSE", 0.01)
     if is_back:
@@ -318,7 +313,7 @@ def test_study_trains_every_trial_once_and_writes_its_page(
     monkeypatch.setattr("experiments.cli.run.paper_claims", lambda: claims)
     page, kept = tmp_path / "docs" / "page.md", tmp_path / "docs" / "kept.csv"
     assert not study("digits", 2, runs, None, page, kept, trains=False) and not trained
-    assert study("digits", 2, runs, None, page, kept)
+    assert study("digits", 2, runs, None, page, kept, serial=True)
     rows = sum(len(paper_rows(table)) for table in claims)
     assert len(trained) == len(set(trained)) == 2 * (rows - 1)
     text = " ".join(page.read_text().split())
