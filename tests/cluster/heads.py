@@ -3,48 +3,68 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.session import start_ray
 from tests.cluster.test_supervision import MARK, marked
-from tests.experiments.drivers import PATIENCE, clean_environment
+from tests.experiments.drivers import clean_environment, wait_until
 from tests.experiments.servers import free_port
 
 RAY = Path(sys.executable).parent / "ray"
 
 
+@dataclass(frozen=True, slots=True)
+class RayHead:
+    """A running head; its processes inherit the folder's path as `MARK`."""
+
+    process: subprocess.Popen[bytes]
+    folder: Path
+    address: str
+    """For drivers."""
+    job_server: str | None
+    """None without a dashboard."""
+
+
 @contextmanager
-def ray_head(port: int, *options: str, environment: Mapping[str, str] = {}) -> Iterator[Path]:
-    """A running head; yields its folder. All of its processes end with the block."""
+def ray_head(*options: str, environment: Mapping[str, str] = {}) -> Iterator[RayHead]:
+    """A running head. All of its processes end with the block."""
+    head = start_ray(lambda: _start(options, environment))
+    try:
+        yield head
+    finally:
+        head.process.terminate()  # `ray start --block` ends the processes that it started
+        with suppress(subprocess.TimeoutExpired):
+            head.process.wait(timeout=20)
+        for pid in marked(str(head.folder)):
+            with suppress(ProcessLookupError):  # it has ended in the meantime
+                os.kill(pid, signal.SIGKILL)
+        head.process.wait()
+        shutil.rmtree(head.folder, ignore_errors=True)
+
+
+def _start(options: tuple[str, ...], environment: Mapping[str, str]) -> RayHead:
     folder = Path(tempfile.mkdtemp(prefix="san-"))  # a short path, because the paths of Ray's sockets must be short
-    command = [str(RAY), "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}", *options]
-    command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
+    ports = ("--port=0", "--dashboard-port=0", "--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0")
+    # The only port that Ray does not choose itself. If another process takes it meanwhile, the next attempt has another one.
+    ports += (f"--ray-client-server-port={free_port()}",)
+    command = [str(RAY), "start", "--head", "--block", f"--temp-dir={folder}", *ports, *options]
     variables = clean_environment() | {"PATH": f"{RAY.parent}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
     # Ray would require a token if an earlier session has left one in the home folder.
-    variables |= {MARK: str(folder), "RAY_AUTH_MODE": "disabled", **environment}
+    variables |= {MARK: str(folder), "RAY_AUTH_MODE": "disabled", "NO_COLOR": "1", **environment}
     log = folder / "head.log"
     with open(log, "w") as out:
         process = subprocess.Popen(command, env=variables, stdout=out, stderr=out, start_new_session=True)
-    try:
-        limit = time.monotonic() + PATIENCE
-        while "Ray runtime started" not in log.read_text():
-            assert process.poll() is None and time.monotonic() < limit, log.read_text()
-            time.sleep(0.3)
-        yield folder
-    finally:
-        process.terminate()  # `ray start --block` ends the processes that it started
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for pid in marked(str(folder)):
-            with suppress(ProcessLookupError):  # it has ended in the meantime
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
+    wait_until(lambda: "ray stop" in log.read_text(), process, log)  # the last of the hints, which contain the addresses
+    said = re.sub(r"\x1b\[\d+m", "", log.read_text())
+    (address,) = re.findall(r"ray start --address='(\S+)'", said)
+    server = re.search(r"RAY_API_SERVER_ADDRESS='(\S+)'", said)
+    return RayHead(process, folder, address, server and server[1])

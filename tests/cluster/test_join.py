@@ -1,18 +1,15 @@
-"""Joining a cluster that others started. In a separate process, because the tests share a session."""
+"""Joining a cluster that others started, in separate processes, because the tests share a session."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import ray
 
-from cluster import Resources
-from cluster.session import session
+from cluster import Node, Resources
 from experiments.grids.config import PROJECT_DIR
-from tests.cluster.nodes import nodes
-from tests.experiments.drivers import PATIENCE
+from tests.cluster.heads import ray_head
+from tests.experiments.drivers import PATIENCE, clean_environment
 
 JOIN = """
 import sys
@@ -41,36 +38,20 @@ print(outcomes["trial"].error, [report["sees_gpus"] for report in memory.of("tri
 
 
 def run_script(script: str, *arguments: str, **variables: str) -> str:
-    """Runs a script without RAY_ADDRESS; returns the last line of its output."""
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"PYTHONPATH": str(PROJECT_DIR), **variables}
+    """Runs a script with these variables for Ray and no others; returns the last line of its output."""
+    environment = clean_environment() | {"PYTHONPATH": str(PROJECT_DIR), **variables}
     command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 
 
-@pytest.fixture
-def address(resources: Resources) -> str:
-    return str(ray.get_runtime_context().gcs_address)
-
-
-def test_joins_by_address_or_environment_and_leaves_the_cluster_running(address: str, resources: Resources) -> None:
-    assert run_script(JOIN, address) == repr(resources)
-    assert run_script(JOIN, RAY_ADDRESS=address) == repr(resources)
-    with session() as still:
-        assert still == resources
-    assert ray.is_initialized()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_trials_without_gpus_see_none(workers: int, tmp_path: Path) -> None:
-    """On a cluster that others started, Ray hides GPUs from trials only with a setting of that cluster."""
-    with nodes(head_cpus=1) as cluster:
-        cluster.add(cpus=workers, environment={"CUDA_VISIBLE_DEVICES": "0,1"})
-        assert run_script(SWEEP, cluster.address, str(tmp_path), str(workers)) == "None [0.0]"
-
-
-def test_rejects_the_address_of_a_job_server() -> None:
+def test_driver_joins_a_cluster_that_others_started(tmp_path: Path) -> None:
+    """And leaves it running. Trials without GPUs see none, although only a setting of the cluster would make Ray hide them."""
+    with ray_head("--num-cpus=2", "--include-dashboard=false", environment={"CUDA_VISIBLE_DEVICES": "0,1"}) as head:
+        assert run_script(JOIN, head.address) == repr(Resources((Node(2, 0),)))
+        assert run_script(JOIN, RAY_ADDRESS=head.address) == repr(Resources((Node(2, 0),)))
+        for workers in ("1", "2"):
+            assert run_script(SWEEP, head.address, str(tmp_path / workers), workers) == "None [0.0]"
     assert run_script(JOIN, "http://head:8265").startswith("refused: http://head:8265 is the address of a job server")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import secrets
 import sqlite3
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from cluster.submit import JobServer
 from experiments.grids.config import PROJECT_DIR
 from experiments.runs.provenance import git_commit
 from tests.cluster.heads import ray_head
-from tests.cluster.test_join import JOIN
+from tests.cluster.test_join import JOIN, run_script
+from tests.cluster.test_supervision import MARK, marked, wait_until_gone
 from tests.experiments.cli.test_submit import GRID, ODD_NAME
 from tests.experiments.drivers import LEFT_OUT, PATIENCE, clean_environment
-from tests.experiments.servers import free_port
 
 
 @dataclass(frozen=True)
 class Head:
-    """A Ray head: addresses of its job server and of its GCS, its token, and its folder."""
+    """A Ray head that requires a token: addresses of its job server and for drivers, the token, and its folder."""
 
     address: str
     gcs: str
@@ -51,32 +51,12 @@ class Head:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    """A Ray head with a dashboard and token authentication."""
     token = secrets.token_hex(32)
-    port, dashboard, agent = (free_port() for _ in range(3))
-    options = ["--num-cpus=2", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     # Without RAY_LOGGER_LEVEL, Ray writes the environment of jobs to a log of the node.
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_LOGGER_LEVEL": "warning"}
-    with ray_head(port, *options, f"--dashboard-agent-listen-port={agent}", environment=environment) as folder:
-        wait_until(lambda: responds(f"http://127.0.0.1:{dashboard}/api/version"))
-        yield Head(f"http://127.0.0.1:{dashboard}", f"127.0.0.1:{port}", token, folder)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.2)
-
-
-def responds(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=5).close()
-    except urllib.error.HTTPError:  # it asks for a token
-        return True
-    except OSError:
-        return False
-    return True
+    with ray_head("--num-cpus=2", "--dashboard-host=127.0.0.1", environment=environment) as started:
+        assert started.job_server is not None
+        yield Head(started.job_server, started.address, token, started.folder)
 
 
 San = Callable[..., subprocess.CompletedProcess[str]]
@@ -84,38 +64,47 @@ San = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def san(head: Head, tmp_path: Path) -> San:
-    """Runs `san` in a process, outside of the project's folder."""
+    """Runs `san` in a process, outside of the project's folder, with the token and other variables."""
 
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "experiments", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=head.environment, capture_output=True, text=True, timeout=PATIENCE)
+        environment = head.environment | variables
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
     return call
 
 
-def tags_of(database: Path, name: str) -> list[str]:
-    """The values of a tag of MLflow's runs."""
-    with sqlite3.connect(database) as store:
-        return [value for (value,) in store.execute("SELECT value FROM tags WHERE key = ?", (name,))]
+def until(happened: Callable[[], bool]) -> None:
+    limit = time.monotonic() + PATIENCE
+    while not happened():
+        assert time.monotonic() < limit
+        time.sleep(0.2)
 
 
-def states_of(database: Path) -> list[str]:
-    """Status of each trial's run in a database; none before MLflow has created its tables."""
-    with sqlite3.connect(database) as store:
-        if store.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('runs', 'tags')").fetchone() != (2,):
-            return []
-        question = "SELECT status FROM runs JOIN tags USING (run_uuid) WHERE key = 'san.role' AND value = 'trial'"
-        return [status for (status,) in store.execute(question)]
+def read(database: Path, question: str) -> list[str]:
+    """The first column of a query to MLflow's database; nothing before MLflow has created its tables."""
+    with sqlite3.connect(database) as store, suppress(sqlite3.OperationalError):
+        return [value for (value, *_) in store.execute(question)]
+    return []
 
 
-def holders(secret: str, file: str) -> set[str]:
-    """Names of processes with a secret in one of their files in /proc."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended, or belongs to another user
-            if secret.encode() in (folder / file).read_bytes():
-                found.add((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return found
+STATES = "SELECT status FROM runs JOIN tags USING (run_uuid) WHERE key = 'san.role' AND value = 'trial'"
+COMMITS = "SELECT value FROM tags WHERE key = 'san.git_commit'"
+WITNESS = """
+# Every process that trains imports this file: it writes what it finds where the secret must be, and where it must not be.
+import hashlib, json, os
+from pathlib import Path
+
+secret, found = os.environ["MLFLOW_TRACKING_PASSWORD"], {}
+for file in Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        found[file.parent.name] = file.read_bytes().replace(bytes(1), b" ").decode()
+    except OSError:  # the process has ended
+        continue
+own, commands = found[str(os.getpid())], [command for command in found.values() if secret in command]
+record = {"process": own, "digest": hashlib.sha256(secret.encode()).hexdigest(), "commands": commands}
+Path("FOLDER", f"witness-{os.getpid()}.json").write_text(json.dumps(record))
+"""
 
 
 def holds(path: Path, secret: str) -> bool:
@@ -126,40 +115,30 @@ def holds(path: Path, secret: str) -> bool:
 
 @pytest.mark.slow
 def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) -> None:
-    (tmp_path / ODD_NAME).write_text(GRID)
-    secret = secrets.token_hex(16)
-    arguments = ["submit", ODD_NAME, "--runs", str(tmp_path / "runs"), "recipe.epochs=1"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "experiments", *arguments, "--env", "MLFLOW_TRACKING_PASSWORD"],
-        cwd=tmp_path,
-        env=head.environment | {"MLFLOW_TRACKING_PASSWORD": secret},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    environments: set[str] = set()
-    commands: set[str] = set()
-    while process.poll() is None:
-        environments |= holders(secret, "environ")
-        commands |= holders(secret, "cmdline")
-        time.sleep(0.5)
-    assert process.stdout is not None
-    output = process.stdout.read()
-    assert process.returncode == 0, output
+    secret, runs, seen = secrets.token_hex(16), tmp_path / "runs", tmp_path / "seen"
+    seen.mkdir()
+    (tmp_path / ODD_NAME).write_text(GRID + "imports: [witness.py]\n")
+    (tmp_path / "witness.py").write_text(WITNESS.replace("FOLDER", str(seen)))
+    arguments = ["submit", ODD_NAME, "--runs", str(runs), "--env", "MLFLOW_TRACKING_PASSWORD", "recipe.epochs=1"]
+    first = san(*arguments, MLFLOW_TRACKING_PASSWORD=secret)
+    output = first.stdout + first.stderr
+    assert first.returncode == 0, output
     assert "1 trial, 1 to train" in output and "ray job stop it-s-touch-gotcha-x-y-digits-" in output
-    assert any("ImplicitFunc" in name for name in environments), f"no trial's process has the variable, only {environments}"
+    records = [json.loads(path.read_text()) for path in seen.iterdir()]
+    assert {record["digest"] for record in records} == {hashlib.sha256(secret.encode()).hexdigest()}
+    assert any("ImplicitFunc" in record["process"] for record in records), "no trial's process has the variable"
     # Ray itself passes the environment of the job as an argument of the process that sets up a worker.
-    assert [command for command in commands if "setup_worker.py" not in command] == [] and secret not in output
-    files = [path for folder in (tmp_path / "runs", head.folder) for path in folder.rglob("*") if path.is_file()]
+    commands = [command for record in records for command in record["commands"] if "setup_worker.py" not in command]
+    assert commands == [] and secret not in output
+    files = [path for folder in (runs, seen, head.folder) for path in folder.rglob("*") if path.is_file()]
     assert [path for path in files if holds(path, secret)] == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD_NAME, "runs"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ODD_NAME, "runs", "seen", "witness.py"])
 
-    again = san(*arguments)
+    again = san(*arguments, MLFLOW_TRACKING_PASSWORD=secret)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "1 trial, 1 already finished, 0 to train" in again.stdout
-    database = tmp_path / "runs" / "mlflow.db"
-    assert states_of(database) == ["FINISHED"]
-    assert set(tags_of(database, "san.git_commit")) == {git_commit()}, "the commit of the job's copy of the project"
+    assert read(runs / "mlflow.db", STATES) == ["FINISHED"]
+    assert set(read(runs / "mlflow.db", COMMITS)) == {git_commit()}, "the commit of the job's copy of the project"
     client = JobSubmissionClient(head.address, headers={"Authorization": f"Bearer {head.token}"})
     jobs = [job for job in client.list_jobs() if (job.submission_id or "").startswith("it-s")]
     # The name of the uploaded folder depends on its content, so Ray uploads it only once.
@@ -168,55 +147,44 @@ def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_ray_job_stop_ends_the_trials(head: Head, san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_job_stop_ends_the_trials(head: Head, san: San, tmp_path: Path) -> None:
     (tmp_path / "long.yaml").write_text(GRID)
     runs = tmp_path / "runs"
-    arguments = ("submit", "long.yaml", "--runs", str(runs), "recipe.epochs=1000")
-    mark = f"CELLS_MARK={tmp_path}"
-    monkeypatch.setenv("CELLS_MARK", str(tmp_path))
-    first = san(*arguments, "--no-wait", "--env", "CELLS_MARK")
+    arguments = ("submit", "long.yaml", "--runs", str(runs), "--no-wait", "--env", MARK, "recipe.epochs=1000")
+    first = san(*arguments, **{MARK: str(tmp_path)})
     assert first.returncode == 0, first.stderr
-    job = first.stdout.strip()
     (stop,) = re.findall("ray job stop .*", first.stderr)
-    assert stop == f"ray job stop {job} --address {head.address}"
+    assert stop == f"ray job stop {first.stdout.strip()} --address {head.address}"
 
-    wait_until(lambda: (runs / "mlflow.db").exists() and states_of(runs / "mlflow.db") == ["RUNNING"])
-    assert any("ImplicitFunc" in name for name in holders(mark, "environ"))
+    until(lambda: (runs / "mlflow.db").exists() and read(runs / "mlflow.db", STATES) == ["RUNNING"])
+    assert marked(str(tmp_path))
 
     ray = [sys.executable, "-m", "ray.scripts.scripts", *stop.split()[1:]]
     stopped = subprocess.run(ray, env=head.environment, capture_output=True, text=True, timeout=PATIENCE)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    wait_until(lambda: not holders(mark, "environ"))
-    assert states_of(runs / "mlflow.db") == ["KILLED"]
+    wait_until_gone(str(tmp_path))
+    assert read(runs / "mlflow.db", STATES) == ["KILLED"]
 
 
 @pytest.mark.slow
-def test_exit_code_is_1_if_the_grid_fails(san: San, tmp_path: Path) -> None:
-    (tmp_path / "wild.yaml").write_text(GRID)
-    done = san("submit", "wild.yaml", "--runs", str(tmp_path / "runs"), "recipe.epochs=1", "recipe.lr=1e30")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "not finished: only" in done.stdout and "exited with code 1" in done.stderr
+def test_exit_code_is_that_of_the_job(san: San, tmp_path: Path) -> None:
+    (tmp_path / "lost.yaml").write_text(GRID)
+    done = san("submit", "lost.yaml", "--runs", str(tmp_path / "runs"), "data.source=folder", "data.root=/nowhere")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "/nowhere" in done.stdout and "exited with code 2" in done.stderr
 
 
 @pytest.mark.slow
-def test_explains_a_missing_token(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_needs_the_token(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in LEFT_OUT:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ClusterError, match="rejected the token or requires one"):
         JobServer(head.address)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("token", [None, "right"])
-def test_remote_driver_needs_the_token(token: str | None, head: Head, tmp_path: Path) -> None:
-    environment = clean_environment() | {"HOME": str(tmp_path), "PYTHONPATH": str(PROJECT_DIR)}
-    if token is not None:
-        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": head.token if token == "right" else token}
-    command = [sys.executable, "-c", JOIN, head.gcs]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=True)
-    expected = "Resources(" if token == "right" else f"refused: cannot join a Ray cluster at '{head.gcs}'"
-    assert done.stdout.strip().splitlines()[-1].startswith(expected)
+    without = {"HOME": str(tmp_path), "PYTHONPATH": str(PROJECT_DIR)}
+    assert run_script(JOIN, head.gcs, **without).startswith(f"refused: cannot join a Ray cluster at '{head.gcs}'")
+    with_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": head.token}
+    assert run_script(JOIN, head.gcs, **without, **with_token).startswith("Resources(")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -18,7 +19,6 @@ from experiments.runs.workspace import Workspace
 from experiments.training.engine import Engine, _import_deepspeed
 from experiments.training.trainer import ShouldContinue, run_trial
 from tests.experiments.drivers import PATIENCE
-from tests.experiments.servers import free_port
 
 if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
     SERVER = multiprocessing.get_context("forkserver")
@@ -45,12 +45,12 @@ def start(
     should_continue: ShouldContinue | None = None,
 ) -> list[BaseProcess]:
     """Starts the workers of a trial and kills the last one. Each worker calls `body` before training."""
-    port = str(free_port())
+    meeting = str(workspace.runs / f"meeting-{uuid.uuid4().hex}")
     workers: list[BaseProcess] = []
     for rank in range(world):
-        group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+        group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         worker_kill = kill if rank == world - 1 else None
-        arguments = (workspace, trial, {**group, "MASTER_PORT": port}, worker_kill, body, should_continue)
+        arguments = (workspace, trial, group, meeting, worker_kill, body, should_continue)
         workers.append(SERVER.Process(target=_work, args=arguments, daemon=True))
         workers[-1].start()
     return workers
@@ -104,13 +104,15 @@ def _work(
     workspace: Workspace,
     trial: Trial,
     group: Mapping[str, str],
+    meeting: str,
     kill: Kill | None,
     body: Callable[..., None] | None,
     should_continue: ShouldContinue | None,
 ) -> None:
     os.environ.update(group)
     if group["WORLD_SIZE"] != "1":
-        torch.distributed.init_process_group("gloo")
+        rank, world = int(group["RANK"]), int(group["WORLD_SIZE"])
+        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     if kill is not None:
         place: Any = Engine if kill.what == "step" else os
         name = "train_step" if kill.what == "step" else "fsync"

@@ -1,6 +1,7 @@
 """The best weights as a logged and registered model: loadable, told of, and there once."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,11 @@ from experiments.runner.grid_run import GridRun
 from experiments.tracking.registry import model_name
 from experiments.training import metric_logger
 from experiments.training.checkpoint import Checkpoint, best_in
+from experiments.training.metric_logger import AsyncMetricLogger
 from experiments.training.trainer import run_trial
-from tests.experiments.conftest import OpenGrid
+from san import Complexity
+from tests.experiments.conftest import OpenGrid, Trained
+from tests.experiments.drivers import PATIENCE
 from tests.experiments.samples import silent
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -80,21 +84,32 @@ def test_best_weights_are_registered(open_small_grid: OpenGrid, monkeypatch: pyt
         loaded.predict(images[:, :, :20].numpy())
 
 
+def finish(grid_run: GridRun, best: Checkpoint, resumed: bool = False) -> None:
+    """Ends the run of the grid's second trial as its training does, with these weights."""
+    trial = grid_run.trials[1]
+    logger = AsyncMetricLogger(lambda: grid_run.tracker, trial, Complexity(1, 2, 3, ()), {}, 100, resumed)
+    logger.log(best.history)
+    logger.finish(best, None, PATIENCE)
+    assert grid_run.tracker.results()[trial.key].finished
+
+
 CALLS = (
     *("create_logged_model", "log_outputs", "log_batch", "finalize_logged_model", "create_registered_model", "set_terminated"),
     *("log_model_artifacts", "create_model_version"),
 )
-CASES = [(call, done) for done in (False, True) for call in CALLS]
 
 
-@pytest.mark.parametrize(("call", "done"), [*(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[:-2]), *CASES[-2:]])
-def test_trial_is_registered_once(call: str, done: bool, open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow fails during the registration; the logger thread and another start of the trial try again."""
-    grid_run = open_small_grid(*SHORT)
+@pytest.mark.parametrize("is_answer_lost", [False, True])
+@pytest.mark.parametrize("call", CALLS)
+def test_trial_is_registered_once(
+    call: str, is_answer_lost: bool, open_small_grid: OpenGrid, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow fails during the registration; the logger's thread and another start of the trial try again."""
+    grid_run = open_small_grid()
     request, fails = getattr(MlflowClient, call), [True]
 
     def lossy(*arguments: Any, **named: Any) -> Any:
-        answer = request(*arguments, **named) if done or not fails else None
+        answer = request(*arguments, **named) if is_answer_lost or not fails else None
         if fails:
             fails.clear()
             raise ConnectionError
@@ -102,32 +117,34 @@ def test_trial_is_registered_once(call: str, done: bool, open_small_grid: OpenGr
 
     monkeypatch.setattr(metric_logger, "PAUSE", 0.01)
     monkeypatch.setattr(MlflowClient, call, lossy)
-    for _ in range(2):
-        run_trial(grid_run.workspace, grid_run.trials[1], silent)
-        assert grid_run.tracker.results()[grid_run.trials[1].key].finished
+    for resumed in (False, True):
+        finish(grid_run, trained.best, resumed)
         assert [(version.name, version.version) for version in versions(grid_run)] == [("small-digits-resnet26_3", 1)]
         (model,) = models(grid_run)
         assert (model.status, len(model.metrics)) == (LoggedModelStatus.READY, 3)
+    assert not fails
 
 
-def test_other_trial_of_a_row_is_another_version(open_small_grid: OpenGrid) -> None:
-    for overrides in (SHORT, (*SHORT, "recipe.lr=0.1")):  # another trial of the row, like another seed
+def test_other_trial_of_a_row_is_another_version(open_small_grid: OpenGrid, trained: Trained) -> None:
+    for overrides in ((), ("recipe.lr=0.1",)):  # another trial of the row, like another seed
         grid_run = open_small_grid(*overrides)
-        run_trial(grid_run.workspace, grid_run.trials[1], silent)
+        finish(grid_run, trained.best)
     assert {(version.name, version.version) for version in versions(grid_run)} == {
         ("small-digits-resnet26_3", 1),
         ("small-digits-resnet26_3", 2),
     }
 
 
-def test_store_without_a_registry_is_no_error(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid_run = open_small_grid(*SHORT)
+def test_store_without_a_registry_is_no_error(
+    open_small_grid: OpenGrid, trained: Trained, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid_run = open_small_grid()
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", "foo://nowhere")
-    run_trial(grid_run.workspace, grid_run.trials[1], silent)
+    with caplog.at_level(logging.WARNING, "experiments"):
+        finish(grid_run, trained.best)
     monkeypatch.delenv("MLFLOW_REGISTRY_URI")
-    assert grid_run.tracker.results()[grid_run.trials[1].key].finished
     assert versions(grid_run) == [] and len(models(grid_run)) == 1
-    assert "the model was not registered: " in grid_run.workspace.log(grid_run.trials[1]).read_text()
+    assert "the model was not registered: " in caplog.text
 
 
 def test_lost_checkpoints_are_not_registered(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
