@@ -39,11 +39,16 @@ class Memory:
         return [metrics for reported, metrics in self.reports if reported == key]
 
 
-def timed(seconds: float, report: ReportFn) -> None:
-    """Reports the times of its start and end."""
-    report({"time": time.time()})
-    time.sleep(seconds)
-    report({"time": time.time()})
+def meeting(plan: tuple[str, str, str, str], report: ReportFn) -> None:
+    """Reports how many trials run, then its environment. Ends when the other trial of its pair has started, too."""
+    folder, key, other, current_folder = plan
+    running = Path(folder, f"{key}.running")
+    running.touch()
+    report({"running": len(list(Path(folder).glob("*.running")))})
+    describing(current_folder, report)
+    while not any(Path(folder, f"{other}.{state}").exists() for state in ("running", "done")):
+        time.sleep(0.02)
+    running.rename(running.with_suffix(".done"))
 
 
 def counting(last: int, report: ReportFn) -> None:
@@ -85,27 +90,18 @@ def describing(value: str, report: ReportFn) -> None:
     )
 
 
-def reducing(value: float, report: ReportFn) -> None:
-    """Sums the ranks over all workers, then fails on rank 1."""
+def reducing(ask: Callable[[str, list[float]], bool], report: ReportFn) -> None:
+    """Sums the ranks over all workers, asks whether two trials continue, then fails on rank 1."""
     import torch
     from torch import distributed
 
-    total = torch.tensor([value + float(os.environ["RANK"])])
+    total = torch.tensor([float(os.environ["RANK"])])
     distributed.all_reduce(total)
     report({"sum": total.item(), "workers": float(os.environ["WORLD_SIZE"])})
-    began = time.monotonic()
-    for _ in range(40):
-        report({"seconds": time.monotonic() - began})
+    report({"good": float(ask("good", [6.0])), "bad": float(ask("bad", [4.0]))})
     if os.environ["RANK"] == "1":
-        raise RuntimeError("rank one gives up")
+        raise ValueError("rank one gives up")
     distributed.barrier()
-
-
-def asking(plan: tuple[Callable[[str, list[float]], bool], str, list[float]], report: ReportFn) -> None:
-    """Each worker asks after each score whether to continue, and continues in any case."""
-    judge, key, scores = plan
-    for number in range(len(scores)):
-        report({"should_continue": float(judge(key, scores[: number + 1]))})
 
 
 class Shouting(Memory):
@@ -113,13 +109,3 @@ class Shouting(Memory):
 
     def progress(self, key: str, metrics: Mapping[str, float]) -> None:
         print("pid", int(metrics["pid"]), flush=True)
-
-
-def growing(gigabytes: int, report: ReportFn) -> None:
-    """Takes memory step by step."""
-    report({"gigabytes": 0})
-    taken = []
-    for _ in range(10 * gigabytes):
-        taken.append(b"x" * 10**8)
-        time.sleep(0.1)
-    report({"gigabytes": gigabytes})

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 from unittest.mock import patch
@@ -20,17 +20,17 @@ from ray.cluster_utils import Cluster
 
 from cluster import Placement
 from cluster.serial import ReportFn
-from cluster.session import session
+from cluster.session import session, start_ray
 from cluster.sweep import sweep
 from tests.cluster.functions import Shouting
 from tests.experiments.drivers import PATIENCE
 
-# Ray notices a lost node within 2 s instead of 15.
-IMPATIENT = {
-    "health_check_initial_delay_ms": 500,
-    "health_check_period_ms": 500,
-    "health_check_timeout_ms": 500,
-    "health_check_failure_threshold": 4,
+# Ray notices a killed node at once, and one without a network after 15 s. A busy node may take as long to answer.
+HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 5000,
+    "health_check_failure_threshold": 3,
 }
 
 
@@ -93,22 +93,22 @@ class Nodes:
         self.network = network
         self._names: dict[str, Node] = {}
         """Nodes by the name of their namespace."""
-        head: dict[str, object] = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": IMPATIENT}
+        head: dict[str, object] = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": HEALTH_CHECKS}
         if network is not None:
             head["node_ip_address"] = network.HOST
         with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": network.BRIDGE} if network else {}):
-            self.cluster = _start(head)
+            self.cluster = start_ray(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.address: str = self.cluster.address
 
     def add(self, cpus: int = 1, environment: Mapping[str, str] = {}) -> Node:
         """Adds a node whose processes have these variables too."""
         if self.network is None:
             with patch.dict(os.environ, environment):
-                return self.cluster.add_node(num_cpus=cpus)
+                return start_ray(lambda: self.cluster.add_node(num_cpus=cpus))
         name, address = self.network.add()
         # gloo cannot resolve the machine's name inside a namespace, so it needs the interface.
         with self.network.inside(name), patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "eth0", **environment}):
-            node = self.cluster.add_node(num_cpus=cpus, node_ip_address=address)
+            node = start_ray(lambda: self.cluster.add_node(num_cpus=cpus, node_ip_address=address))
         self._names[name] = node
         return node
 
@@ -129,14 +129,6 @@ class Nodes:
         assert self.network is not None
         name = next(name for name, member in self._names.items() if member is node)
         _ip("link", "set", name, "down")
-
-
-def _start(head: dict[str, object], attempts: int = 3) -> Cluster:
-    """Starts the head. Ray gives up after 30 s, which is not always enough on a busy machine that has never run Ray before."""
-    for _ in range(attempts - 1):
-        with suppress(Exception):
-            return Cluster(initialize_head=True, head_node_args=head)
-    return Cluster(initialize_head=True, head_node_args=head)
 
 
 def _raylet(node: Node) -> int:

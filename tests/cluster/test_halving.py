@@ -1,15 +1,9 @@
-"""Successive halving: which trials continue, and the process that decides for all trials."""
+"""Successive halving: which trials continue. In `test_sweep.py`, workers ask the process that decides."""
 
-from pathlib import Path
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import Placement, Resources
-from cluster.halving import Rungs, judge
-from cluster.sweep import sweep
-from tests.cluster import functions
+from cluster.halving import Rungs
 
 HISTORIES = st.lists(st.lists(st.integers(0, 5).map(float), min_size=1, max_size=30), min_size=1, max_size=12)
 
@@ -50,17 +44,3 @@ def test_known_results_of_other_trials_count() -> None:
     assert rungs.should_continue("as_good", [0.0, 10.0])
     assert rungs.should_continue("continued_before", [0.0, 0.0, 0.0]), "it is past its rung"
     assert not rungs.should_continue("before_a_rung", [0.0, 0.0, 0.0, 0.0, 0.0, 9.0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_trials_ask_from_worker_processes(workers: int, resources: Resources, tmp_path: Path) -> None:
-    if resources.cpus < workers:
-        pytest.skip(f"needs {workers} CPUs")
-    memory = functions.Memory()
-    with judge(1, 2, 9, {"known": [5.0]}) as ask:
-        values = {"good": (ask, "good", [6.0, 1.0]), "bad": (ask, "bad", [4.0, 0.0])}
-        outcomes = sweep(functions.asking, values, Placement(workers), storage=tmp_path, observer=memory)
-    assert all(outcome.error is None for outcome in outcomes.values())
-    assert memory.of("good") == [{"should_continue": 1.0}] * 2
-    assert memory.of("bad") == [{"should_continue": 0.0}] * 2

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -30,11 +31,15 @@ def test_first_signal_asks_the_trials_and_the_second_interrupts() -> None:
 def test_signal_is_known_while_the_main_thread_is_blocked() -> None:
     """As inside Ray: code in C that does not return to Python, so no handler runs meanwhile."""
     libc, mutex, asked, found = ctypes.CDLL(None), ctypes.create_string_buffer(64), threading.Event(), list[bool]()
+    main = threading.get_native_id()
 
     def interrupt_main_thread() -> None:
-        time.sleep(0.2)  # until the main thread waits
+        state = "R"
+        while state != "S":  # until the main thread waits
+            time.sleep(0.01)
+            state = Path(f"/proc/self/task/{main}/stat").read_text().rpartition(")")[2].split()[0]
         os.kill(os.getpid(), signal.SIGTERM)
-        found.append(asked.wait(5) and is_interrupted())
+        found.append(asked.wait(PATIENCE) and is_interrupted())
         libc.pthread_mutex_unlock(mutex)
 
     with interruptible(asked.set) as is_interrupted:

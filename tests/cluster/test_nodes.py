@@ -8,31 +8,30 @@ import pytest
 
 from tests.cluster.nodes import nodes
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc"),
+]
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc")
-def test_trial_survives_two_lost_nodes_and_waits_for_a_third(tmp_path: Path) -> None:
+def test_trials_spread_over_nodes_and_wait_for_new_ones(tmp_path: Path) -> None:
+    """The workers of a trial share a node. A trial survives two lost nodes; meanwhile, there is none."""
     with nodes(head_cpus=0) as cluster:
-        node = cluster.add()
-        command = [sys.executable, "-m", "tests.cluster.nodes", "outlive", str(tmp_path), cluster.address]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
-            assert driver.stdout is not None
+        first, second = cluster.add(cpus=2), cluster.add(cpus=2)
+        driver = [sys.executable, "-m", "tests.cluster.nodes"]
+        subprocess.run([*driver, "place", str(tmp_path), cluster.address], check=True, stdout=subprocess.DEVNULL)
+        places = [{(tmp_path / f"{trial}-{rank}").read_text() for rank in range(2)} for trial in "ab"]
+        assert [len(place) for place in places] == [1, 1] and places[0] != places[1]
+
+        cluster.kill(first)
+        with subprocess.Popen(
+            [*driver, "outlive", str(tmp_path), cluster.address], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
             for _ in range(2):
-                assert driver.stdout.readline().startswith("pid")
-                cluster.kill(node)
-                node = cluster.add()
-            output = driver.stdout.read()
-    assert driver.returncode == 0
+                assert process.stdout.readline().startswith("pid")
+                cluster.kill(second)
+                second = cluster.add()
+            output = process.stdout.read()
+    assert process.returncode == 0
     assert output.splitlines()[-1] == "3 starts, error None"
-
-
-def test_workers_of_a_trial_share_a_node_and_trials_spread(tmp_path: Path) -> None:
-    with nodes(head_cpus=0) as cluster:
-        for _ in range(2):
-            cluster.add(cpus=2)
-        command = [sys.executable, "-m", "tests.cluster.nodes", "place", str(tmp_path), cluster.address]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    first, second = ({(tmp_path / f"{cell}-{rank}").read_text() for rank in range(2)} for cell in "ab")
-    assert len(first) == len(second) == 1
-    assert first != second

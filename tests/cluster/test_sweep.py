@@ -1,11 +1,14 @@
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import ray
+import ray.exceptions
+import ray.tune
 
 from cluster import ClusterError, Placement, Resources
+from cluster.errors import LostError
+from cluster.halving import judge
 from cluster.sweep import sweep
 from tests.cluster import functions
 
@@ -16,20 +19,19 @@ def memory(resources: Resources) -> functions.Memory:
 
 
 def test_empty_sweep(tmp_path: Path) -> None:
-    assert sweep(functions.timed, {}, Placement(), storage=tmp_path, observer=functions.Memory()) == {}
+    assert sweep(functions.counting, {}, Placement(), storage=tmp_path, observer=functions.Memory()) == {}
 
 
 def test_two_trials_at_a_time(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:
+    """Each takes half of the CPUs. A trial ends only when it has seen another one, so two run at once, and no third."""
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
-    # Each takes half of the CPUs, so that two run at a time.
-    values = dict.fromkeys("abcd", 3.0)
-    outcomes = sweep(functions.timed, values, Placement(cpus=resources.cpus // 2), storage=tmp_path, observer=memory)
-    assert list(outcomes) == list("abcd")
-    assert all(outcome.error is None for outcome in outcomes.values())
-    spans = {key: [report["time"] for report in memory.of(key)] for key in values}
-    alive = [sum(begin <= at < end for begin, end in spans.values()) for at, _ in spans.values()]
-    assert max(alive) == 2
+    values = {key: (str(tmp_path), key, pair, os.getcwd()) for key, pair in zip("abcd", "badc", strict=True)}
+    outcomes = sweep(functions.meeting, values, Placement(cpus=resources.cpus // 2), storage=tmp_path / "s", observer=memory)
+    assert [(key, outcome.error) for key, outcome in outcomes.items()] == [(key, None) for key in "abcd"]
+    assert max(memory.of(key)[0]["running"] for key in values) <= 2
+    environment = {"threads": float(resources.cpus // 2), "ranked": 0.0, "same_folder": 1.0, "sees_gpus": 0.0}
+    assert [memory.of(key)[1] for key in values] == [environment] * 4
     assert not memory.waits  # also while they start
 
 
@@ -65,21 +67,11 @@ def test_process_is_reused_unless_a_trial_fails(resources: Resources, memory: fu
     assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 3, 3, 7, 7]
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_non_retryable_error_is_not_retried(
-    workers: int, resources: Resources, memory: functions.Memory, tmp_path: Path
-) -> None:
-    if resources.cpus < workers:
-        pytest.skip(f"needs {workers} CPUs")
+@pytest.mark.usefixtures("resources")
+def test_non_retryable_error_is_not_retried(memory: functions.Memory, tmp_path: Path) -> None:
     values = {"good": 3, "bad": 0}
     outcomes = sweep(
-        functions.counting,
-        values,
-        Placement(workers),
-        storage=tmp_path,
-        observer=memory,
-        retries=3,
-        non_retryable=(ValueError,),
+        functions.counting, values, Placement(), storage=tmp_path, observer=memory, retries=3, non_retryable=(ValueError,)
     )
     assert sorted(memory.starts) == ["bad", "good"]
     assert outcomes["good"].error is None
@@ -89,42 +81,30 @@ def test_non_retryable_error_is_not_retried(
     assert {outcome.key: outcome for outcome in memory.outcomes} == outcomes
 
 
-def test_environment_of_a_single_worker(memory: functions.Memory, tmp_path: Path) -> None:
-    sweep(functions.describing, {"trial": os.getcwd()}, Placement(), storage=tmp_path, observer=memory)
-    assert memory.of("trial") == [{"threads": 1.0, "ranked": 0.0, "same_folder": 1.0, "sees_gpus": 0.0}]
-
-
 @pytest.mark.slow
-def test_two_workers_reduce_and_fail(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:
+def test_two_workers_reduce_ask_and_fail(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:
+    """They share a process group, reach the judge of early stopping, and the error of one is that of the trial."""
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
-    pair = Placement(workers=2)
-    outcomes = sweep(functions.reducing, {"trial": 1.0}, pair, storage=tmp_path, observer=memory, retries=0)
-    sums, *waited = memory.of("trial")
-    assert sums == {"sum": 3.0, "workers": 2.0}
-    assert waited[-1]["seconds"] < 20, "workers wait until Ray has received their reports"
-    assert outcomes["trial"].error == "RuntimeError: rank one gives up"
+    with judge(1, 2, 9, {"known": [5.0]}) as ask:
+        outcomes = sweep(
+            functions.reducing, {"trial": ask}, Placement(2), storage=tmp_path, observer=memory, non_retryable=(ValueError,)
+        )
+    assert memory.of("trial") == [{"sum": 1.0, "workers": 2.0}, {"good": 1.0, "bad": 0.0}]
+    assert memory.starts == ["trial"] and outcomes["trial"].error == "rank one gives up"
+    assert "in reducing" in outcomes["trial"].traceback
 
 
-OUT_OF_MEMORY = """
-import os, sys
-from pathlib import Path
+@pytest.mark.usefixtures("resources")
+def test_memory_that_is_used_up_ends_the_sweep_with_a_message(
+    memory: functions.Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends a trial's process, and Tune raises an error with this cause."""
 
-memory = {line.split(":")[0]: int(line.split()[1]) for line in Path("/proc/meminfo").read_text().splitlines()}
-used = memory["MemTotal"] - memory["MemAvailable"]
-os.environ["RAY_memory_usage_threshold"] = f"{(used + 2.5e6) / memory['MemTotal']:.3f}"
-os.environ["RAY_memory_monitor_refresh_ms"] = "100"
+    def out_of_memory(tuner: ray.tune.Tuner) -> None:
+        raise RuntimeError from ray.exceptions.OutOfMemoryError("out of memory")
 
-from cluster import Placement
-from cluster.sweep import sweep
-from tests.cluster import functions
-
-sweep(functions.growing, {"trial": 5}, Placement(), storage=sys.argv[1], observer=functions.Memory())
-"""
-
-
-@pytest.mark.slow
-def test_memory_that_is_used_up_ends_the_sweep_with_a_message(tmp_path: Path) -> None:
-    """By Ray's monitor, which ends a trial that takes 5 GB while 2.5 GB are free."""
-    done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY, tmp_path], capture_output=True, text=True, check=False)
-    assert done.stderr.splitlines()[-1].startswith("cluster.errors.LostError: a node's memory is used up")
+    monkeypatch.setattr(ray.tune.Tuner, "fit", out_of_memory)
+    with monkeypatch.context() as context, pytest.raises(LostError, match="a node's memory is used up"):
+        context.setattr(ray, "shutdown", lambda: None)  # this session is for all tests
+        sweep(functions.counting, {"trial": 1}, Placement(), storage=tmp_path, observer=memory)

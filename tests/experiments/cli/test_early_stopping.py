@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import available_cpus
+from experiments.cli.run import run
 from experiments.grids.request import GridRequest
 from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
@@ -15,7 +15,6 @@ from experiments.runner.plan import plan, to_train
 from experiments.tracking.listing import list_runs
 from experiments.tracking.tracker import Tracker
 from tests.experiments.conftest import OpenGrid, Place, WriteGrid
-from tests.experiments.drivers import Driver
 from tests.experiments.processes import ended, reports, start
 from tests.experiments.samples import EPOCH, finish_trial
 
@@ -35,10 +34,10 @@ def stop_after_two_epochs(key: str, top1: Sequence[float]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-def test_stopped_trial_resumes_without_early_stopping(world: int, open_small_grid: OpenGrid, place: Place) -> None:
-    """A stopped trial has its run and checkpoints. Without early stopping, it trains the other epochs."""
-    trial = open_small_grid(*SHORT, f"resources.workers={world}").trials[1]
+def test_stopped_trial_resumes_without_early_stopping(open_small_grid: OpenGrid, place: Place) -> None:
+    """A stopped trial of two workers has its run and checkpoints. Without early stopping, it trains the other epochs."""
+    world = 2
+    trial = open_small_grid(*SHORT, "resources.workers=2").trials[1]
     workspace = place("here")
     tracker = Tracker(workspace.tracking_uri, trial.grid, trial.profile)
     assert ended(start(workspace, trial, world, should_continue=stop_after_two_epochs)) == [0] * world
@@ -86,9 +85,10 @@ def test_only_the_grid_that_stopped_a_trial_leaves_it_so(write_grid: WriteGrid, 
         assert {trial.row for trial, _ in to_train(other, known_results(other))} == {"bad", "fair"}
 
 
-@pytest.mark.slow
-def test_grid_stops_the_trials_that_do_not_learn(write_grid: WriteGrid, tmp_path: Path) -> None:
-    """Trains four trials, two at a time: two that learn, then two that do not."""
+def test_grid_stops_the_trials_that_do_not_learn(
+    write_grid: WriteGrid, runs: Path, process_group: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trains two trials that learn, then two that do not."""
     path = write_grid("""
         question: Which learning rate?
         base: {model: {name: resnet26}, recipe: {epochs: 4, batch_size: 20}, data: {train_per_class: 40}}
@@ -96,13 +96,13 @@ def test_grid_stops_the_trials_that_do_not_learn(write_grid: WriteGrid, tmp_path
         seeds: [0, 1]
         early_stopping: {grace_epochs: 2, reduction: 2}
     """)
-    given = (f"resources.cpus={max(available_cpus() // 2, 1)}",)
-    first = Driver(path, tmp_path / "runs", given)
-    assert first.finish() == 0, first.said
-    stopped = re.findall(r"\] (\S+) stopped at epoch 2 of 4 by early stopping", first.said)
-    assert {"lr1e-9", "lr1e-9-seed1"} <= set(stopped), first.said
-    assert len(stopped) <= 3, first.said  # one that learns stops if it reports after the other one and is worse
-    assert f"stopped early: {', '.join(sorted(stopped))}" in first.said
-    again = Driver(path, tmp_path / "runs", given)
-    assert again.finish() == 0, again.said
-    assert f"4 trials, {4 - len(stopped)} already finished, {len(stopped)} already stopped early, 0 to train" in again.said
+    grid_run = open_grid_run(GridRequest(path, "digits", (), runs, serial=True))
+    assert run(grid_run, None)
+    said = capsys.readouterr().err
+    stopped = re.findall(r"\] (\S+) stopped at epoch 2 of 4 by early stopping", said)
+    assert {"lr1e-9", "lr1e-9-seed1"} <= set(stopped), said
+    assert len(stopped) <= 3, said  # the second that learns stops if it is worse than the first
+    assert f"stopped early: {', '.join(sorted(stopped))}" in said
+    assert run(grid_run, None)
+    again = f"4 trials, {4 - len(stopped)} already finished, {len(stopped)} already stopped early, 0 to train"
+    assert again in capsys.readouterr().err

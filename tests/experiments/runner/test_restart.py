@@ -4,17 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from experiments.runner.restart import LIMIT, RESTARTS
+from cluster import supervision
+from experiments.runner.restart import LIMIT, RESTARTS, Restart
 from tests.cluster.heads import ray_head
 from tests.cluster.test_supervision import MARK, marked, wait_until_gone
-from tests.experiments.conftest import SMALL_GRID
+from tests.experiments.conftest import SMALL_GRID, OpenGrid
 from tests.experiments.drivers import PATIENCE, Driver
-from tests.experiments.servers import free_port
 
 
 def kill(process: str, mark: Path) -> None:
@@ -42,26 +42,38 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_restart_closes_files_and_disturbs_no_thread() -> None:
     done = subprocess.run([sys.executable, "-c", RESTARTED], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert done.stdout.splitlines()[-1] == "closed"
-    assert done.stderr.splitlines() == ["Ray died; restarting Ray (1 of 10); finished epochs are kept"]
+    assert done.stderr.startswith("Ray died; restarting Ray ")
+
+
+@pytest.mark.parametrize(("restarts", "is_interrupted", "is_local"), [(LIMIT, False, True), (0, True, True), (0, False, False)])
+def test_run_ends_instead_of_restarting(
+    restarts: int, is_interrupted: bool, is_local: bool, open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After too many restarts without progress, after an interruption, and on a cluster that others started."""
+    monkeypatch.setenv(RESTARTS, str(restarts))
+    monkeypatch.setattr(supervision, "exit_lost", Mock(side_effect=SystemExit))
+    monkeypatch.setattr(os, "execv", Mock(side_effect=AssertionError))
+    grid_run = open_small_grid()
+    restart = Restart(grid_run, grid_run.trials, is_local, is_interrupted=lambda: is_interrupted)
+    with pytest.raises(SystemExit):
+        restart("Ray died")
+    supervision.exit_lost.assert_called_once_with(  # type: ignore[attr-defined]
+        "Ray died. Finished epochs are kept; run the same command again to resume"
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", ["raylet", "gcs_server"])
-def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
-    driver = Driver(
-        SMALL_GRID,
-        tmp_path / "runs",
-        ["recipe.epochs=30", "recipe.batch_size=64", "--only", "resnet26_3"],
-        {MARK: str(tmp_path)},
-    )
-    driver.wait_for("_3 starts")
-    kill(process, tmp_path)
-    driver.wait_for(rf"restarting Ray \(1 of {LIMIT}\); finished epochs are kept")
-    assert driver.finish() == 0, driver.said
-    assert "Traceback" not in driver.said
+def test_run_continues_after_ray_died(tmp_path: Path) -> None:
+    options = ["recipe.epochs=30", "recipe.batch_size=64", "--only", "resnet26_3"]
+    with Driver(SMALL_GRID, tmp_path / "runs", options, {MARK: str(tmp_path)}) as driver:
+        driver.wait_for("_3 starts")
+        kill("raylet", tmp_path)
+        assert driver.finish() == 0, driver.said
+    assert "restarting Ray" in driver.said and "Traceback" not in driver.said
     assert "1/1 done] resnet26_3 finished" in driver.said and "epoch 30/30" in driver.said
     wait_until_gone(str(tmp_path))
 
@@ -69,42 +81,24 @@ def test_run_continues_after_ray_died(process: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_signal_to_all_processes_ends_the_run(tmp_path: Path) -> None:
     """As from `timeout`: Ray gets the signal, too, and is not started again."""
-    driver = Driver(SMALL_GRID, tmp_path / "runs", ["recipe.epochs=200", "--only", "resnet26_3"], {MARK: str(tmp_path)})
-    driver.wait_for("_3 epoch")
-    before = driver.said.count("restarting Ray")  # on a busy machine, Ray may need a second start
-    os.killpg(driver.process.pid, signal.SIGTERM)
-    assert driver.finish() == 1
-    assert "run the same command again to resume" in driver.said and driver.said.count("restarting Ray") == before
-    assert "Traceback" not in driver.said
-    wait_until_gone(str(tmp_path))
-
-
-@pytest.mark.slow
-def test_run_gives_up_after_too_many_restarts(tmp_path: Path) -> None:
-    """A pause after the first step prevents progress, which would reset the number of restarts."""
-    environment = {MARK: str(tmp_path), RESTARTS: str(LIMIT), "WITNESS_PAUSE": str(PATIENCE)}
-    driver = Driver(SMALL_GRID, tmp_path / "runs", ["recipe.batch_size=64"], environment, "tests.faults.witness")
-    driver.wait_for("_3 starts")
-    kill("raylet", tmp_path)
-    assert driver.finish() == 1
-    assert "san: Ray died on this machine" in driver.said
-    assert "run the same command again to resume" in driver.said
-    wait_until_gone(str(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("process", ["gcs_server", "raylet"])
-def test_run_ends_if_the_head_of_a_cluster_is_gone(process: str, tmp_path: Path) -> None:
-    port = free_port()
-    with ray_head(port, "--num-cpus=1", "--include-dashboard=false") as head:
-        options = ["recipe.epochs=200", "--address", f"127.0.0.1:{port}"]
-        token = "0" * 64  # the head does not ask for it, but trials failed if the driver had one
-        driver = Driver(SMALL_GRID, tmp_path / "runs", options, {MARK: str(tmp_path), "RAY_AUTH_TOKEN": token})
-        driver.wait_for("_3 starts")
-        kill(process, head)
-        killed_at = time.monotonic()
+    options = ["recipe.epochs=200", "--only", "resnet26_3"]
+    with Driver(SMALL_GRID, tmp_path / "runs", options, {MARK: str(tmp_path)}) as driver:
+        driver.wait_for("_3 epoch")
+        os.killpg(driver.process.pid, signal.SIGTERM)
         assert driver.finish() == 1
-    print(f"ended {time.monotonic() - killed_at:.0f} s after {process} was killed")
+    assert driver.said.splitlines()[-1].endswith("run the same command again to resume") and "Traceback" not in driver.said
+    wait_until_gone(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_run_ends_if_the_head_of_a_cluster_is_gone(tmp_path: Path) -> None:
+    with ray_head("--num-cpus=1", "--include-dashboard=false") as head:
+        options = ["recipe.epochs=200", "--address", head.address]
+        token = "0" * 64  # the head does not ask for it, but trials failed if the driver had one
+        with Driver(SMALL_GRID, tmp_path / "runs", options, {MARK: str(tmp_path), "RAY_AUTH_TOKEN": token}) as driver:
+            driver.wait_for("_3 starts")
+            kill("gcs_server", head.folder)
+            assert driver.finish() == 1
     assert "run the same command again to resume" in driver.said
     assert "Traceback" not in driver.said
     wait_until_gone(str(tmp_path))
