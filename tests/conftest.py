@@ -3,11 +3,19 @@
 import os
 import random
 import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from unittest.mock import patch
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import settings
+from pytest_timeout import Settings
 
 # Where a shell runs the tests in the background it lets them ignore interrupts, and so would the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -19,10 +27,51 @@ os.environ["RAY_worker_niceness"] = "0"
 settings.register_profile("patient", deadline=None, max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "40")))
 settings.load_profile("patient")
 
+SECONDS_FOR_STACKS = 30.0
+"""Before the end of a test that hangs."""
+
 
 @pytest.fixture(autouse=True)
-def seed_everything() -> None:
-    """Random numbers are the same in every run of a test."""
+def same_start() -> Iterator[None]:
+    """Random numbers are the same in every run of a test. Variables of the environment that it sets end with it."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    with patch.dict(os.environ):
+        yield
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Settings) -> None:
+    """Starts a timer that prints the stacks of a hanging test's other processes, before `pytest-timeout` prints those of this one
+    and ends it."""
+    timer = threading.Timer(settings.timeout - SECONDS_FOR_STACKS, _print_stacks, [item])
+    timer.daemon = True
+    timer.start()
+    item.stash[TIMER] = timer
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    if TIMER in item.stash:
+        item.stash[TIMER].cancel()
+
+
+TIMER = pytest.StashKey[threading.Timer]()
+
+
+def _print_stacks(item: pytest.Item) -> None:
+    text = f"{item.nodeid} hangs; its processes:\n"
+    for process in psutil.Process().children(recursive=True):
+        spy = [os.path.join(os.path.dirname(sys.executable), "py-spy"), "dump", "--pid", str(process.pid)]
+        dump = subprocess.run(spy, capture_output=True, text=True)
+        text += dump.stdout or f"Process {process.pid}: no stack: {dump.stderr.strip()}\n"
+    capture = item.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(text, file=sys.stderr, flush=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says in one line what was not tested and why."""
+    skipped = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    if skipped:
+        reasons = "; ".join(f"{count} {'tests' if count > 1 else 'test'}: {reason}" for reason, count in skipped.items())
+        terminalreporter.write_line(f"not tested: {reasons}", yellow=True)

@@ -85,7 +85,9 @@ def _listed(run: Listed) -> str:
 
 
 @click.command()
-@click.option("--port", type=click.IntRange(1, 65535), default=5000, show_default=True, help="Port on this machine.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=5000, show_default=True, help="Port on this machine; 0 for a free one."
+)
 @RUNS
 def ui(port: int, runs: str | None) -> None:
     """Browse runs in MLflow's web interface on this machine.
@@ -103,7 +105,8 @@ def ui(port: int, runs: str | None) -> None:
     if uri.startswith("http"):
         click.echo(f"{uri}  (the server in MLFLOW_TRACKING_URI)")
         return
-    click.echo(f"http://127.0.0.1:{port}  (starting; press Ctrl-C to stop)")
+    where = f"http://127.0.0.1:{port}" if port else "MLflow prints the address below"
+    click.echo(f"{where}  (starting; press Ctrl-C to stop)")
     mlflow = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port), "--workers", "1"]
     with subprocess.Popen(mlflow, start_new_session=True) as server:  # otherwise its processes would print tracebacks on Ctrl-C
         try:

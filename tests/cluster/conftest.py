@@ -1,6 +1,8 @@
 """One Ray session for all tests of this folder, because starting one takes seconds."""
 
+import os
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
@@ -10,5 +12,5 @@ from cluster.session import session
 
 @pytest.fixture(scope="package")
 def resources() -> Iterator[Resources]:
-    with session() as resources:
+    with patch.dict(os.environ), session() as resources:  # Ray and the session set variables
         yield resources

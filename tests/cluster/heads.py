@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,6 @@ from pathlib import Path
 from cluster.session import start_ray
 from tests.cluster.test_supervision import MARK, marked
 from tests.experiments.drivers import clean_environment, wait_until
-from tests.experiments.servers import free_port
 
 RAY = Path(sys.executable).parent / "ray"
 
@@ -54,8 +54,9 @@ def ray_head(*options: str, environment: Mapping[str, str] = {}) -> Iterator[Ray
 def _start(options: tuple[str, ...], environment: Mapping[str, str]) -> RayHead:
     folder = Path(tempfile.mkdtemp(prefix="san-"))  # a short path, because the paths of Ray's sockets must be short
     ports = ("--port=0", "--dashboard-port=0", "--dashboard-agent-listen-port=0", "--min-worker-port=0", "--max-worker-port=0")
-    # The only port that Ray does not choose itself. If another process takes it meanwhile, the next attempt has another one.
-    ports += (f"--ray-client-server-port={free_port()}",)
+    with socket.socket() as probe:  # The only port that Ray does not choose itself. If it is taken meanwhile, Ray starts again.
+        probe.bind(("127.0.0.1", 0))
+        ports += (f"--ray-client-server-port={probe.getsockname()[1]}",)
     command = [str(RAY), "start", "--head", "--block", f"--temp-dir={folder}", *ports, *options]
     variables = clean_environment() | {"PATH": f"{RAY.parent}:{os.environ['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
     # Ray would require a token if an earlier session has left one in the home folder.

@@ -2,8 +2,8 @@
 
 import importlib.util
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,12 +18,6 @@ from tests.experiments.drivers import PATIENCE, wait_until
 LOOPBACK = "127.0.0.1"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
-
-
 def responds(address: str, method: str = "GET", data: bytes | None = None) -> bool:
     request = urllib.request.Request(address, data, {"Content-Type": "text/plain"}, method=method)
     try:
@@ -33,29 +27,46 @@ def responds(address: str, method: str = "GET", data: bytes | None = None) -> bo
     return True
 
 
+def port_in(log: Path, process: subprocess.Popen[bytes]) -> int:
+    """The port that a server has chosen itself, from its log."""
+    wait_until(lambda: re.search(rf"[Rr]unning on http://{LOOPBACK}:[1-9]\d*", log.read_text()), process, log)
+    return int(re.findall(rf"[Rr]unning on http://{LOOPBACK}:(\d+)", log.read_text())[-1])
+
+
 class Server:
     """`mlflow server` with a database, which can be killed and restarted at the same address."""
 
     def __init__(self, folder: Path, database: str, *options: str, environment: Mapping[str, str] = {}) -> None:
-        self.folder, self.port = folder, free_port()
-        self.uri = f"http://{LOOPBACK}:{self.port}"
+        self.folder, self.port = folder, 0
         self.command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, *options]
         self.command += ["--artifacts-destination", str(folder / "artifacts")]
-        self.command += ["--host", LOOPBACK, "--port", str(self.port), "--workers", "1"]
+        self.command += ["--host", LOOPBACK, "--workers", "1", "--port"]
         self.environment = {**os.environ, **environment}
         self.environment.pop("MLFLOW_TRACKING_URI", None)
         self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def uri(self) -> str:
+        """The address of the server, known after its first start."""
+        return f"http://{LOOPBACK}:{self.port}"
 
     def launch(self) -> None:
         """Starts the server; `wait` waits until it responds."""
         with open(self.folder / "server.log", "a") as log:
             self.process = subprocess.Popen(
-                self.command, env=self.environment, cwd=self.folder, stdout=log, stderr=log, start_new_session=True
+                [*self.command, str(self.port)],
+                env=self.environment,
+                cwd=self.folder,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
     def wait(self) -> None:
         assert self.process is not None
-        wait_until(lambda: responds(f"{self.uri}/health"), self.process, self.folder / "server.log")
+        log = self.folder / "server.log"
+        self.port = self.port or port_in(log, self.process)
+        wait_until(lambda: responds(f"{self.uri}/health"), self.process, log)
 
     def kill(self) -> None:
         """Kills all processes of the server."""
@@ -73,11 +84,10 @@ class ObjectStore:
     def __init__(self, log: Path) -> None:
         if importlib.util.find_spec("moto") is None:
             pytest.skip("moto, an S3 server, is missing: install requirements.txt")
-        self.port = free_port()
-        self.address = f"http://{LOOPBACK}:{self.port}"
-        command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", str(self.port)]
+        command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", "0"]
         with open(log, "w") as out:
             self.process = subprocess.Popen(command, env={**os.environ, **self.KEYS}, stdout=out, stderr=out)
+        self.address = f"http://{LOOPBACK}:{port_in(log, self.process)}"
         wait_until(lambda: responds(f"{self.address}/moto-api/"), self.process, log)
         assert responds(f"{self.address}/runs", "PUT")
 
