@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("san", "cuda_ext", "pipelines", "cluster", "experiments")
@@ -42,6 +41,7 @@ LAYERS = ("cli", "report", "runner", "evaluation", "training", "tracking", "runs
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
 def imported_names(path: Path) -> set[str]:
     """Dotted names that a file imports, anywhere in it, also for type checkers only."""
     found: set[str] = set()
@@ -67,14 +67,14 @@ def upward_imports(path: Path) -> set[tuple[str, str]]:
     return {(place.as_posix(), name[1]) for name in names if LAYERS.index(name[1]) < layer}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_only_packages_below(path: Path) -> None:
-    place = path.relative_to(ROOT).as_posix()
-    folder = place.split("/")[0]
-    forbidden = (imported(path) & set(FOLDERS)) - ALLOWED[folder] - {folder}
-    assert not forbidden, f"{place} imports {forbidden}"
-    for package, only in ONLY_IN.items():
-        assert package not in imported(path) or place.startswith(only), f"{place} imports {package}, which belongs in {only}"
+def test_every_file_imports_only_packages_below() -> None:
+    for path in FILES:
+        place = path.relative_to(ROOT).as_posix()
+        folder = place.split("/")[0]
+        forbidden = (imported(path) & set(FOLDERS)) - ALLOWED[folder] - {folder}
+        assert not forbidden, f"{place} imports {forbidden}"
+        for package, only in ONLY_IN.items():
+            assert package not in imported(path) or place.startswith(only), f"{place}: {package} belongs in {only}"
 
 
 def test_packages_of_experiments_import_only_those_below() -> None:
@@ -121,17 +121,14 @@ assert "torch._dynamo" not in sys.modules  # the compiler takes a second to impo
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize(
-    "command, without",
-    [
-        (["--help"], {"torch", "ray", "mlflow", "deepspeed", "nvidia", "matplotlib", "pandas", "yaml"}),
-        (["plan", "tests/experiments/small.yaml"], {"ray.tune", "ray.train", "mlflow", "deepspeed", "nvidia", "matplotlib"}),
-    ],
-    ids=["help", "plan"],
-)
-def test_imports_no_more_than_it_needs(command: list[str], without: set[str], tmp_path: Path) -> None:
+def test_commands_import_no_more_than_they_need(tmp_path: Path) -> None:
     """Each of these packages would delay the command by a second or two."""
-    code = f"""
+    heavy = {"ray.tune", "ray.train", "mlflow", "deepspeed", "nvidia", "matplotlib"}
+    for command, without in (
+        (["--help"], heavy | {"torch", "ray", "pandas", "yaml"}),
+        (["plan", "tests/experiments/small.yaml", "--runs", str(tmp_path)], heavy),
+    ):
+        code = f"""
 import sys
 from experiments.cli import main
 try:
@@ -139,6 +136,5 @@ try:
 finally:
     print(*({without} & set(sys.modules)), file=sys.stderr)
 """
-    runs = ["--runs", str(tmp_path)] if command[0] == "plan" else []
-    done = subprocess.run([sys.executable, "-c", code, *command, *runs], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "\n"), done.stderr
+        done = subprocess.run([sys.executable, "-c", code, *command], cwd=ROOT, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "\n"), (command, done.stderr)
