@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("san", "cuda_ext", "pipelines", "cluster", "experiments")
 ALLOWED = {
@@ -121,20 +123,22 @@ assert "torch._dynamo" not in sys.modules  # the compiler takes a second to impo
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_commands_import_no_more_than_they_need(tmp_path: Path) -> None:
-    """Each of these packages would delay the command by a second or two."""
-    heavy = {"ray.tune", "ray.train", "mlflow", "deepspeed", "nvidia", "matplotlib"}
-    for command, without in (
-        (["--help"], heavy | {"torch", "ray", "pandas", "yaml"}),
-        (["plan", "tests/experiments/small.yaml", "--runs", str(tmp_path)], heavy),
-    ):
-        code = f"""
-import sys
-from experiments.cli import main
-try:
-    main()
-finally:
-    print(*({without} & set(sys.modules)), file=sys.stderr)
-"""
-        done = subprocess.run([sys.executable, "-c", code, *command], cwd=ROOT, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "\n"), (command, done.stderr)
+HEAVY = {"ray.tune", "ray.train", "mlflow", "deepspeed", "nvidia", "matplotlib"}
+"""Each of these packages would delay a command by a second or two."""
+
+
+def imported_by(*command: str) -> set[str]:
+    """Modules that a command has imported when it ends."""
+    code = "import sys\nfrom experiments.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+def test_help_imports_no_more_than_it_needs() -> None:
+    assert not imported_by("--help") & (HEAVY | {"torch", "ray", "pandas", "yaml"})
+
+
+@pytest.mark.slow
+def test_plan_imports_no_more_than_it_needs(tmp_path: Path) -> None:
+    assert not imported_by("plan", "tests/experiments/small.yaml", "--runs", str(tmp_path)) & HEAVY
