@@ -11,6 +11,7 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -84,11 +85,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(command: list[str | Path], **options: object) -> str:
+def _run(command: list[str | Path], **options: Any) -> str:
     """Returns the output of a process, which has to succeed."""
-    done = subprocess.run(command, capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
-    return str(done.stdout)
+    return done.stdout
 
 
 def _environment(folder: Path) -> Path:
