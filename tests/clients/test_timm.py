@@ -13,6 +13,7 @@ timm = pytest.importorskip("timm", reason="timm is missing: run `make test-clien
 import san.timm  # noqa: E402
 from san.models.base import BaseModel  # noqa: E402
 
+KINDS = ("san10_pairwise", "san10_patchwise", "san10_scalar", "san_resnet26")
 NAMES = [name for name, variant in san.timm.VARIANTS.items() if variant in san.list_models()]
 SMALL = {"width_mult": 0.5, "num_stages": 3}
 IMAGES = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -23,49 +24,49 @@ def small(name: str, **settings: object) -> BaseModel:
     return model
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_forward_and_backward(name: str) -> None:
-    model = small(name).train()
-    logits = model(IMAGES)
-    assert logits.shape == (2, 10) and logits.isfinite().all()
-    logits.mean().backward()
-    missing = [key for key, parameter in model.named_parameters() if parameter.grad is None]
-    assert not missing
+def test_forward_and_backward() -> None:
+    for name in NAMES:
+        model = small(name).train()
+        logits = model(IMAGES)
+        assert logits.shape == (2, 10) and logits.isfinite().all(), name
+        logits.mean().backward()
+        missing = [key for key, parameter in model.named_parameters() if parameter.grad is None]
+        assert not missing, name
 
 
-@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san10_scalar", "san_resnet26"])
-def test_default_config(name: str) -> None:
-    model = small(name).eval()
-    config = model.pretrained_cfg  # type: ignore[union-attr]
-    assert timm.data.resolve_data_config({}, model=model)["input_size"] == (3, 224, 224)
-    assert f"{config['first_conv']}.weight" in model.state_dict()
-    assert f"{config['classifier']}.weight" in model.state_dict()
-    assert isinstance(model.get_classifier(), nn.Linear)
+def test_default_config() -> None:
+    for name in KINDS:
+        model = small(name).eval()
+        config = model.pretrained_cfg  # type: ignore[union-attr]
+        assert timm.data.resolve_data_config({}, model=model)["input_size"] == (3, 224, 224), name
+        assert f"{config['first_conv']}.weight" in model.state_dict(), name
+        assert f"{config['classifier']}.weight" in model.state_dict(), name
+        assert isinstance(model.get_classifier(), nn.Linear), name
 
-    features = model.forward_features(IMAGES)
-    assert features.shape[1] == model.num_features == model.head_hidden_size
-    assert model.forward_head(features, pre_logits=True).shape == (2, model.num_features)
-    assert torch.equal(model.forward_head(features), model(IMAGES))
+        features = model.forward_features(IMAGES)
+        assert features.shape[1] == model.num_features == model.head_hidden_size, name
+        assert model.forward_head(features, pre_logits=True).shape == (2, model.num_features), name
+        torch.testing.assert_close(model.forward_head(features), model(IMAGES))
 
-    model.reset_classifier(0)
-    assert model(IMAGES).shape == (2, model.num_features) == small(name, num_classes=0).eval()(IMAGES).shape
-    model.reset_classifier(7, "avg")
-    assert model(IMAGES).shape == (2, 7) and model.num_classes == 7
+        model.reset_classifier(0)
+        assert model(IMAGES).shape == (2, model.num_features) == small(name, num_classes=0).eval()(IMAGES).shape, name
+        model.reset_classifier(7, "avg")
+        assert model(IMAGES).shape == (2, 7) and model.num_classes == 7, name
 
 
-@pytest.mark.parametrize("name", ["san10_pairwise", "san_resnet26"])
-def test_features(name: str) -> None:
-    whole = small(name).eval()
-    maps = timm.create_model(name, features_only=True, out_indices=(0, 2), **SMALL).eval()
-    found = maps(IMAGES)
-    assert [x.shape[1] for x in found] == maps.feature_info.channels()
-    assert [64 // x.shape[2] for x in found] == maps.feature_info.reduction()
-    last, chosen = whole.forward_intermediates(IMAGES, indices=2)
-    assert torch.equal(last, whole.forward_features(IMAGES)) and torch.equal(last, chosen[-1]) and len(chosen) == 2
-    assert all(
-        hasattr(whole.get_submodule(row["module"]), "weight") or row["module"] in whole.stage_names
-        for row in whole.feature_info
-    )
+def test_features() -> None:
+    for name in ("san10_pairwise", "san_resnet26"):
+        whole = small(name).eval()
+        maps = timm.create_model(name, features_only=True, out_indices=(0, 2), **SMALL).eval()
+        found = maps(IMAGES)
+        assert [x.shape[1] for x in found] == maps.feature_info.channels(), name
+        assert [64 // x.shape[2] for x in found] == maps.feature_info.reduction(), name
+        last, chosen = whole.forward_intermediates(IMAGES, indices=2)
+        assert torch.equal(last, chosen[-1]) and len(chosen) == 2, name
+        torch.testing.assert_close(last, whole.forward_features(IMAGES))
+        for row in whole.feature_info:
+            module = row["module"]
+            assert hasattr(whole.get_submodule(module), "weight") or module in whole.stage_names, (name, module)
 
 
 def test_drop_rates() -> None:
@@ -79,19 +80,19 @@ def test_drop_rates() -> None:
     assert torch.equal(model.eval()(IMAGES), plain(IMAGES))
 
 
-@pytest.mark.parametrize("name", ["san10_pairwise", "san_resnet26"])
-def test_layer_decay_groups_blocks(name: str) -> None:
+def test_layer_decay_groups_blocks() -> None:
     from timm.optim import param_groups_layer_decay
 
-    model = small(name)
-    groups = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.5)
-    scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
-    assert len(scale) == len(list(model.parameters()))
-    scales = {key: scale[id(parameter)] for key, parameter in model.named_parameters()}
-    first, last = model.stage_names[0], model.stage_names[-1]
-    stem = model.pretrained_cfg["first_conv"]  # type: ignore[index]
-    of = {part: max(value for key, value in scales.items() if key.startswith(part)) for part in (stem, first, last)}
-    assert of[stem] < of[first] < of[last] < scales[f"{model.classifier_name}.weight"] == 1
+    for name in ("san10_pairwise", "san_resnet26"):
+        model = small(name)
+        groups = param_groups_layer_decay(model, weight_decay=0.05, layer_decay=0.5)
+        scale = {id(parameter): group["lr_scale"] for group in groups for parameter in group["params"]}
+        assert len(scale) == len(list(model.parameters())), name
+        scales = {key: scale[id(parameter)] for key, parameter in model.named_parameters()}
+        first, last = model.stage_names[0], model.stage_names[-1]
+        stem = model.pretrained_cfg["first_conv"]  # type: ignore[index]
+        of = {part: max(value for key, value in scales.items() if key.startswith(part)) for part in (stem, first, last)}
+        assert of[stem] < of[first] < of[last] < scales[f"{model.classifier_name}.weight"] == 1, name
 
 
 def test_gray_images_and_odd_sizes() -> None:
@@ -148,3 +149,28 @@ def test_model_of_timm_is_a_row_like_ours() -> None:
     assert san.complexity(san.create_model("timm/pit_ti_224", 10), 224).flops_paper > 10**8  # passes its token to submodules
     with pytest.raises(ValueError, match="has no model 'convnext_attto'; did you mean timm/convnext_atto"):
         san.create_model("timm/convnext_attto")
+
+
+GRID = """
+question: Does a model of timm train?
+rows: [{id: timm, model: {name: timm/test_resnet}}]
+"""
+
+
+def test_grid_trains_a_model_of_timm(tmp_path: Path) -> None:
+    from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images
+    from experiments.grids.request import GridRequest
+    from experiments.grids.transform import transform
+    from experiments.runner.grid_run import open_grid_run
+    from experiments.training.trainer import run_trial
+
+    (tmp_path / "grid.yaml").write_text(GRID)
+    overrides = "recipe.epochs=2", "recipe.batch_size=20", "data.train_per_class=24"
+    grid_run = open_grid_run(GridRequest(tmp_path / "grid.yaml", "digits", overrides, tmp_path / "runs"))
+    grid_run.tracker.prepare(grid_run.grid, tmp_path / "runs" / "artifacts")
+    (trial,) = grid_run.trials
+    run_trial(grid_run.workspace, trial, lambda metrics: None)
+    metrics = grid_run.tracker.results()[trial.key].metrics
+    opened = open_checkpoint(grid_run.workspace.checkpoints(trial))
+    found = evaluate_checkpoint(opened, open_images(opened), transform(opened.config.data))
+    assert (found.model, found.top1) == ("timm/test_resnet", metrics["summary/best_top1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
@@ -14,18 +13,16 @@ from pipelines import DataError
 from san import CheckpointError
 from tests.fuzz.targets import Target, targets
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "200"))
-"""Inputs per target."""
-
 
 @pytest.mark.slow
 def test_malformed_input(tmp_path: Path) -> None:
+    """HYPOTHESIS_EXAMPLES sets the number of inputs per target."""
     for target in targets(tmp_path):
         _read_malformed(target)
 
 
 def _read_malformed(target: Target) -> None:
-    @settings(max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(target.inputs)
     def read(content: object) -> None:
         with warnings.catch_warnings():

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import san
-from san.ops.functional import Backend
 from tests.nn.kinds import randomize_vectors
 
 SMALL: dict[str, Any] = {"num_stages": 2, "width_mult": 0.5}
+ONE_BLOCK: dict[str, Any] = {"depths": (1,), "widths": (32,)}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pairwise": ("san10_pairwise", {}),
     "pairwise hadamard absolute LRLRL": (
@@ -32,18 +32,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "scalar": ("san10_scalar", {}),
     "resnet": ("resnet26", {}),
 }
-every_model = pytest.mark.parametrize("which", MODELS)
-EVERYDAY = ("pairwise", "patchwise", "scalar", "resnet")
-each_kind = pytest.mark.parametrize(
-    "which", [which if which in EVERYDAY else pytest.param(which, marks=pytest.mark.slow) for which in MODELS]
-)
-"""All models, of which only one of each kind is tested every day, because compilers and exporters take seconds."""
+KINDS = ("pairwise", "patchwise", "scalar", "resnet")
+"""Tested with two stages where nothing else is said; the other models with one block."""
 
 
-def made(which: str, size: dict[str, Any] = SMALL) -> nn.Module:
+def every_day(which: str) -> pytest.MarkDecorator:
+    """One model is tested every day, the others in a slow test, because compilers and exporters take seconds."""
+    others = pytest.param([other for other in MODELS if other != which], marks=pytest.mark.slow, id="others")
+    return pytest.mark.parametrize("models", [pytest.param([which], id=which), others])
+
+
+def made(which: str, size: dict[str, Any] | None = None) -> nn.Module:
     """A model in evaluation mode with random scales and biases and updated running statistics."""
     torch.manual_seed(0)
     name, fields = MODELS[which]
+    size = size or (SMALL if which in KINDS else ONE_BLOCK)
     model = san.create_model(name, 10, **size, **fields)
     model(torch.randn(4, 3, 24, 28))
     randomize_vectors(model)
@@ -53,11 +56,17 @@ def made(which: str, size: dict[str, Any] = SMALL) -> nn.Module:
 IMAGES = torch.randn(3, 3, 24, 28, generator=torch.Generator().manual_seed(1))
 
 
-@each_kind
-def test_compiles_to_one_graph(which: str) -> None:
-    torch.compiler.reset()
-    model = made(which)
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(IMAGES), model(IMAGES))
+@every_day("patchwise")
+def test_compiles_to_one_graph(models: list[str]) -> None:
+    for which in models:
+        torch.compiler.reset()
+        model = made(which)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert_close(compiled(IMAGES), model(IMAGES), which)
+
+
+def assert_close(found: Tensor, expected: Tensor, which: str, **tolerance: float) -> None:
+    torch.testing.assert_close(found, expected, **tolerance, msg=lambda problem: f"{which}: {problem}")
 
 
 def test_is_not_compiled_again_after_another_model_was_deleted() -> None:
@@ -87,50 +96,37 @@ def results(model: nn.Module, images: Tensor) -> list[Tensor]:
     return [logits, *gradients, *model.buffers()]
 
 
-SIZES = [(2, 8, 10), (3, 8, 10), (2, 12, 14)]
-
-
 @pytest.mark.slow
 @pytest.mark.xfail(torch.__version__ < (2, 13), reason="inductor cannot compare symbolic strides on the CPU")
-@pytest.mark.parametrize(
-    ("which", "backend", "training", "sizes"),
-    [
-        pytest.param("pairwise", "auto", True, SIZES, id="pairwise training"),
-        pytest.param("patchwise", "auto", False, SIZES[:2], id="patchwise evaluation"),
-        pytest.param("patchwise", "reference", True, SIZES[:2], id="patchwise training on the reference"),
-    ],
-)
-def test_compiled_model_accepts_images_of_any_size(
-    which: str, backend: Backend, training: bool, sizes: list[tuple[int, int, int]]
-) -> None:
+def test_compiled_model_accepts_images_of_any_size() -> None:
     """`dynamic=True` makes sizes symbolic in the first call; otherwise a second size would do so."""
     torch.compiler.reset()
-    model = made(which, {"depths": (1,), "widths": (32,)}).train(training)
+    model = made("pairwise", ONE_BLOCK).train()
     plain = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    with san.ops.backend(backend):
-        for batch, height, width in sizes:
-            images = torch.randn(batch, 3, height, width)
-            torch.testing.assert_close(results(compiled, images), results(plain, images), rtol=1e-4, atol=1e-5)
+    for batch, height, width in [(2, 8, 10), (3, 8, 10), (2, 12, 14)]:
+        images = torch.randn(batch, 3, height, width)
+        torch.testing.assert_close(results(compiled, images), results(plain, images), rtol=1e-4, atol=1e-5)
 
 
 DYNAMIC = {0: torch.export.Dim("N"), 2: torch.export.Dim("H", min=16), 3: torch.export.Dim("W", min=16)}
 OTHER_SIZES = [torch.randn(size, generator=torch.Generator().manual_seed(2)) for size in ((3, 3, 16, 40), (1, 3, 33, 17))]
 
 
-@each_kind
-def test_exports_without_our_operators_for_any_size(which: str) -> None:
-    model = made(which)
-    program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(DYNAMIC,))
-    assert not [node.target for node in program.graph.nodes if "san" in str(node.target)]
-    for images in (IMAGES, *OTHER_SIZES):
-        torch.testing.assert_close(program.module()(images), model(images))
+@every_day("pairwise")
+def test_exports_without_our_operators_for_any_size(models: list[str]) -> None:
+    for which in models:
+        model = made(which)
+        program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(DYNAMIC,))
+        assert not [node.target for node in program.graph.nodes if "san" in str(node.target)], which
+        exported = program.module()
+        for images in (IMAGES, *OTHER_SIZES):
+            assert_close(exported(images), model(images), which)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["pairwise", "patchwise"])
-def test_an_aot_inductor_package_takes_any_size(which: str, tmp_path: Path) -> None:
-    model = made(which, {"depths": (1,), "widths": (32,)})
+def test_an_aot_inductor_package_takes_any_size(tmp_path: Path) -> None:
+    model = made("patchwise", ONE_BLOCK)
     with torch.no_grad():
         program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(DYNAMIC,))
     path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
@@ -139,68 +135,64 @@ def test_an_aot_inductor_package_takes_any_size(which: str, tmp_path: Path) -> N
         torch.testing.assert_close(package(images), model(images), rtol=1e-4, atol=1e-5)
 
 
-def check_onnx(path: Path, model: nn.Module) -> None:
+def check_onnx(path: Path, model: nn.Module, which: str) -> None:
     """onnxruntime gives the model's numbers at every size."""
     session = onnxruntime.InferenceSession(path)
     for images in (IMAGES, *OTHER_SIZES):
         (logits,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
-        np.testing.assert_allclose(logits, model(images).detach().numpy(), rtol=1e-4, atol=1e-4)
+        expected = model(images).detach().numpy()
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4, err_msg=which)
 
 
-@pytest.mark.parametrize(
-    ("which", "opset"),
-    [
-        pytest.param(which, opset, marks=() if (which, opset) == ("pairwise", 18) else pytest.mark.slow)
-        for which in MODELS
-        for opset in (18, 25)
-    ],
-)
-def test_onnxruntime_gives_the_same_numbers_at_any_size(which: str, opset: int, tmp_path: Path) -> None:
-    model, path = made(which), tmp_path / "model.onnx"
-    torch.onnx.export(model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=(DYNAMIC,), opset_version=opset, verbose=False)
-    check_onnx(path, model)
+@pytest.mark.slow
+def test_onnxruntime_gives_the_same_numbers_at_any_size(tmp_path: Path) -> None:
+    path, shapes = tmp_path / "model.onnx", (DYNAMIC,)
+    for which, size, opset in (
+        *((which, SMALL if which == "pairwise" else ONE_BLOCK, 18) for which in KINDS),
+        ("pairwise hadamard absolute LRLRL", ONE_BLOCK, 25),
+    ):
+        model = made(which, size)
+        torch.onnx.export(model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=shapes, opset_version=opset, verbose=False)
+        check_onnx(path, model, f"{which}, opset {opset}")
 
 
-@each_kind
+@every_day("pairwise")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:Constant folding")
-def test_traces_and_legacy_onnx_files_need_no_kernels(which: str, tmp_path: Path) -> None:
-    model, path = made(which), tmp_path / "model.onnx"
-    traced = torch.jit.trace(model, IMAGES[:2])
-    assert "san::" not in str(traced.inlined_graph)
-    for images in OTHER_SIZES:
-        torch.testing.assert_close(traced(images), model(images))
-    axes = {"images": {0: "N", 2: "H", 3: "W"}}
-    torch.onnx.export(model, (IMAGES[:2],), path, dynamo=False, input_names=["images"], dynamic_axes=axes, opset_version=18)
-    check_onnx(path, model)
+def test_traces_and_legacy_onnx_files_need_no_kernels(models: list[str], tmp_path: Path) -> None:
+    path, axes = tmp_path / "model.onnx", {"images": {0: "N", 2: "H", 3: "W"}}
+    for which in models:
+        model = made(which)
+        traced = torch.jit.trace(model, IMAGES[:2])
+        assert "san::" not in str(traced.inlined_graph), which
+        for images in OTHER_SIZES:
+            assert_close(traced(images), model(images), which)
+        torch.onnx.export(model, (IMAGES[:2],), path, dynamo=False, input_names=["images"], dynamic_axes=axes, opset_version=18)
+        check_onnx(path, model, which)
 
 
-@every_model
-def test_keeps_channels_last(which: str) -> None:
-    name, fields = MODELS[which]
-    backbone = san.create_model(name, features_only=True, **SMALL, **fields).eval()
-    expected = backbone(IMAGES)
-    backbone.to(memory_format=torch.channels_last)
-    maps = backbone(IMAGES.to(memory_format=torch.channels_last))
-    for got, want in zip(maps, expected, strict=True):
-        assert got.is_contiguous(memory_format=torch.channels_last)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+def test_keeps_channels_last() -> None:
+    for which, (name, fields) in MODELS.items():
+        backbone = san.create_model(name, features_only=True, **SMALL, **fields).eval()
+        expected = backbone(IMAGES)
+        backbone.to(memory_format=torch.channels_last)
+        maps = backbone(IMAGES.to(memory_format=torch.channels_last))
+        for got, want in zip(maps, expected, strict=True):
+            assert got.is_contiguous(memory_format=torch.channels_last), which
+            assert_close(got, want, which, rtol=1e-4, atol=1e-5)
 
 
-@every_model
-def test_backbone_accepts_any_size_and_the_weights_of_a_classifier(which: str) -> None:
-    name, fields = MODELS[which]
-    fields = fields | {"footprint": 3}
-    classifier = san.create_model(name, 10, **SMALL, **fields).eval()
-    backbone = san.create_model(name, features_only=True, **SMALL, **fields).eval()
-    missing, unexpected = backbone.load_state_dict(classifier.state_dict(), strict=False)
-    assert not missing
-    assert {key.split(".")[0] for key in unexpected} <= {"head", "fc"}
-    size = 33, 46
-    images = torch.randn(2, 3, *size)
-    maps = backbone(images)
-    assert [m.shape[1] for m in maps] == list(backbone.channels)
-    assert len(maps) == len(backbone.reductions)
-    for features, reduction in zip(maps, backbone.reductions, strict=True):
-        assert abs(features.shape[2] - size[0] / reduction) < 1
-    head = classifier.get_submodule("fc" if name == "resnet26" else "head")
-    torch.testing.assert_close(head(maps[-1].mean((2, 3))), classifier(images))
+def test_backbone_accepts_any_size_and_the_weights_of_a_classifier() -> None:
+    images = torch.randn(2, 3, 33, 46)
+    for which, (name, fields) in MODELS.items():
+        fields = fields | {"footprint": 3}
+        classifier = san.create_model(name, 10, **SMALL, **fields).eval()
+        backbone = san.create_model(name, features_only=True, **SMALL, **fields).eval()
+        missing, unexpected = backbone.load_state_dict(classifier.state_dict(), strict=False)
+        assert not missing, which
+        assert {key.split(".")[0] for key in unexpected} <= {"head", "fc"}, which
+        maps = backbone(images)
+        assert [features.shape[1] for features in maps] == list(backbone.channels), which
+        for features, reduction in zip(maps, backbone.reductions, strict=True):
+            assert abs(features.shape[2] - images.shape[2] / reduction) < 1, which
+        head = classifier.get_submodule("fc" if name == "resnet26" else "head")
+        assert_close(head(maps[-1].mean((2, 3))), classifier(images), which)

@@ -1,7 +1,6 @@
 """`san attention` and the page's samples: the weights that the network used, a description, and clear errors."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from PIL import Image
 import san
 from experiments.evaluation.attention import Attention, between_channels, compute_attention, in_words, open_image
 from experiments.evaluation.evaluate import LoadedModel, open_checkpoint
-from pipelines import prepare_digits
 from san import ops
 from tests.experiments.conftest import Rejected, San, captured_san
 
@@ -43,43 +41,32 @@ def look_at(files: Path, kind: str, pixel: tuple[int, int] | None = None, grid: 
     return compute_attention(network, open_image(network, str(files / "colours.png")), pixel, grid, layer)
 
 
-@pytest.mark.parametrize(
-    ("kind", "where", "described"),
-    [
-        ("pairwise", ("--pixel", "2,20"), "row 0, column 5"),
-        ("patchwise", ("--grid", "3"), "3 x 3 grid of pixels"),
-        ("scalar", ("--grid", "3"), "3 x 3 grid of pixels"),
-    ],
-)
-def test_draws_weights_and_describes_them(
-    kind: str, where: Sequence[str], described: str, files: Path, tmp_path: Path, run_san: San
-) -> None:
-    out = tmp_path / "picture.png"
-    options = ("--profile", "digits", "--out", out, *where)
-    _, text, _ = run_san("attention", files / f"{KINDS[kind]}.pt", files / "colours.png", *options)
-    with Image.open(out) as picture:
-        assert picture.info["Description"] == text.removeprefix(f"{out}: ").rstrip("\n")
-        assert picture.width == 1200 and picture.height > 800
-        assert len(np.unique(np.asarray(picture.convert("L")))) > 100
-    for words in (f"san10_{kind} predicts class ", f"{kind} attention", described, "variance of"):
-        assert words in text
-
-
-def test_draws_weights_of_a_pretrained_network(files: Path, tmp_path: Path, run_san: San) -> None:
-    out = tmp_path / "picture.png"
-    _, text, _ = run_san("attention", "san10_scalar_cifar10", files / "colours.png", "--out", out)
+def test_draws_weights_and_describes_them(files: Path, tmp_path: Path, run_san: San) -> None:
+    """Of our checkpoints, and of a network of the package, whose classes have names."""
     classes = san.create_model("san10_scalar_cifar10", pretrained=True).pretrained_cfg["label_names"]
-    assert re.search(rf"predicts ({'|'.join(classes)}) \(", text)
+    out, digits = tmp_path / "picture.png", ("--profile", "digits")
+    for network, options, kind, predicted, where in (
+        (files / "san10_pairwise.pt", (*digits, "--pixel", "2,20"), "pairwise", r"class \d", "row 0, column 5"),
+        (files / "san10_patchwise.pt", (*digits, "--grid", "3"), "patchwise", r"class \d", "3 x 3 grid of pixels"),
+        ("san10_scalar_cifar10", ("--grid", "3"), "scalar", rf"({'|'.join(classes)}) \(", "3 x 3 grid of pixels"),
+    ):
+        _, text, _ = run_san("attention", network, files / "colours.png", "--out", out, *options)
+        with Image.open(out) as picture:
+            assert picture.info["Description"] == text.removeprefix(f"{out}: ").rstrip("\n"), kind
+            assert picture.width == 1200 and picture.height > 800, kind
+            assert len(np.unique(np.asarray(picture.convert("L")))) > 100, kind
+        assert re.search(rf"san10_{kind}\S* predicts {predicted}", text), text
+        assert f"{kind} attention" in text and where in text and "variance of" in text, text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_pixel_selects_weights_of_the_layer(kind: str, files: Path) -> None:
-    everywhere, one = look_at(files, kind, grid=6), look_at(files, kind, pixel=(9, 20))
-    assert everywhere.map == (6, 6)
-    assert one.pixels == ((2, 5),)
-    np.testing.assert_array_equal(one.weight_GKn[:, :, 0], everywhere.weight_GKn[:, :, 2 * 6 + 5])
-    assert one.between_everywhere == everywhere.between == everywhere.between_everywhere
-    assert one.weight_GKn.shape == (8 if kind == "scalar" else 4, 49, 1)
+def test_pixel_selects_weights_of_the_layer(files: Path) -> None:
+    for kind in KINDS:
+        everywhere, one = look_at(files, kind, grid=6), look_at(files, kind, pixel=(9, 20))
+        assert everywhere.map == (6, 6), kind
+        assert one.pixels == ((2, 5),), kind
+        np.testing.assert_array_equal(one.weight_GKn[:, :, 0], everywhere.weight_GKn[:, :, 2 * 6 + 5], kind)
+        assert one.between_everywhere == everywhere.between == everywhere.between_everywhere, kind
+        assert one.weight_GKn.shape == (8 if kind == "scalar" else 4, 49, 1), kind
 
 
 def test_footprints_are_reflected_like_those_of_the_operators(files: Path) -> None:
@@ -95,19 +82,17 @@ def test_footprints_are_reflected_like_those_of_the_operators(files: Path) -> No
     ]
 
 
-def test_image_is_preprocessed_as_in_validation(files: Path, tmp_path: Path) -> None:
+def test_image_is_preprocessed_as_in_validation(files: Path) -> None:
     """A number selects the image at this place of the split. Files and numbers are preprocessed alike."""
-    root = prepare_digits(tmp_path / "digits")
-    network = open_checkpoint(files / "san10_pairwise.pt", (f"data.root={root}",), "digits")
+    network = opened(files, "pairwise")
     images = open_image(network, "40")
-    by_number, by_name = (
-        compute_attention(network, open_image(network, image)) for image in ("40", str(root / images.paths[0]))
-    )
+    file = images.root / images.paths[0]
+    by_number, by_name = (compute_attention(network, open_image(network, image)) for image in ("40", str(file)))
     assert images.paths[0].startswith("val/1/")
     assert "true class" in by_number.prediction and "true class" not in by_name.prediction
     np.testing.assert_array_equal(by_number.image_HW3, by_name.image_HW3)
     np.testing.assert_array_equal(by_number.weight_GKn, by_name.weight_GKn)
-    with Image.open(root / images.paths[0]) as picture:
+    with Image.open(file) as picture:
         small = np.asarray(picture.convert("RGB").resize((24, 24), Image.Resampling.BILINEAR)) / 255
     np.testing.assert_allclose(by_number.image_HW3, small, atol=0.02)
 
@@ -126,14 +111,16 @@ def test_image_format_does_not_matter(files: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(compute_attention(network, open_image(network, str(tmp_path / name))).image_HW3, expected)
 
 
-@pytest.mark.parametrize(
-    ("layer", "name"),
-    [(None, "stage2.blocks.0"), ("0", "stage1.blocks.0"), ("stage1.blocks.1.attention", "stage1.blocks.1")],
-)
-def test_layer_by_default_number_and_name(layer: str | None, name: str, files: Path) -> None:
-    attention = look_at(files, "pairwise", layer=layer)
-    assert attention.layer == f"{name}.attention"
-    assert ("only one channel" in in_words(attention)) == (len(attention.weight_GKn) == 1) == name.startswith("stage1")
+def test_layer_by_default_number_and_name(files: Path) -> None:
+    for layer, name in (
+        (None, "stage2.blocks.0"),
+        ("0", "stage1.blocks.0"),
+        ("stage1.blocks.1.attention", "stage1.blocks.1"),
+    ):
+        attention = look_at(files, "pairwise", layer=layer)
+        assert attention.layer == f"{name}.attention"
+        is_narrow = name.startswith("stage1")
+        assert ("only one channel" in in_words(attention)) == (len(attention.weight_GKn) == 1) == is_narrow, layer
 
 
 @given(st.integers(1, 4), st.integers(2, 9), st.integers(1, 3), st.integers(0, 99))
@@ -150,31 +137,28 @@ def test_variance_between_channels(G: int, K: int, P: int, seed: int) -> None:
     assert between_channels(mirrored) == pytest.approx(100)
 
 
-@pytest.mark.parametrize(
-    ("image", "words"),
-    [
+def test_rejects_other_images(
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captures file descriptors, because DALI prints its own messages about broken images before ours."""
+    (tmp_path / "text.png").write_bytes(b"a text")
+    (tmp_path / "cut.png").write_bytes((files / "colours.png").read_bytes()[:200])
+    for image, words in (
         ("none.png", "no such file"),
         (".", "a folder"),
         ("/dev/null", "not a regular file"),
         ("text.png", "not a JPEG or PNG image"),
         ("cut.png", "damaged"),
-    ],
-)
-def test_rejects_other_images(
-    image: str, words: str, files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Captures file descriptors, because DALI prints its own messages about broken images before ours."""
-    (tmp_path / "text.png").write_bytes(b"a text")
-    (tmp_path / "cut.png").write_bytes((files / "colours.png").read_bytes()[:200])
-    command = ("attention", files / "san10_pairwise.pt", tmp_path / image, "--profile", "digits")
-    code, out, err = captured_san(monkeypatch, capfd, *command)
-    assert (code, out) == (2, "")
-    assert f"san: {tmp_path / image}: {words}" in err
+    ):
+        command = ("attention", files / "san10_pairwise.pt", tmp_path / image, "--profile", "digits")
+        code, out, err = captured_san(monkeypatch, capfd, *command)
+        assert (code, out) == (2, ""), image
+        assert f"san: {tmp_path / image}: {words}" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_rejects(files: Path, rejected: Rejected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    for arguments, words in (
         (["san10_pairwise.pt", "360"], "360 images"),
         (["san10_pairwise.pt", "colours.png", "--pixel", "3,24"], "--pixel 3,24: outside"),
         (["san10_pairwise.pt", "colours.png", "--pixel", "3"], "--pixel 3: not ROW,COL"),
@@ -184,8 +168,5 @@ def test_rejects_other_images(
         (["san10_pairwise.pt", "colours.png", "--out", "a.jpg"], "--out a.jpg: "),
         (["san10_pairwise.pt", "colours.png", "--out", "none/a.png"], "none/a.png: cannot write"),
         (["resnet26.pt", "colours.png"], "resnet26 has no attention layers"),
-    ],
-)
-def test_rejects(arguments: list[str], words: str, files: Path, rejected: Rejected, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(files)
-    assert words in rejected("attention", *arguments, "--profile", "digits")
+    ):
+        assert words in rejected("attention", *arguments, "--profile", "digits")

@@ -1,10 +1,8 @@
 """The attention samples of a page: the selection of trials, and errors."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import yaml
 
 from experiments.evaluation.attention_samples import attention_samples, best_of_each_kind
@@ -16,9 +14,10 @@ from tests.experiments.conftest import WriteGrid
 from tests.experiments.report.conftest import GRID, save_untrained
 
 
-@pytest.mark.parametrize(
-    ("rows", "chosen"),
-    [
+def test_samples_the_best_trial_of_each_kind_of_attention(write_grid: WriteGrid, tmp_path: Path) -> None:
+    """Later trials are better in this test."""
+    rows: dict[str, dict[str, str]]
+    for rows, chosen in (
         ({"resnet26": {"name": "resnet26"}, "resnet38": {"name": "resnet38"}}, []),
         (
             {"deep": {"name": "san19_pairwise"}, "best": {"name": "san10_pairwise"}, "scalar": {"name": "san10_scalar"}},
@@ -31,17 +30,11 @@ from tests.experiments.report.conftest import GRID, save_untrained
             },
             ["hadamard", "summation", "clique", "star"],
         ),
-    ],
-    ids=["convolutions", "depths", "relations"],
-)
-def test_samples_the_best_trial_of_each_kind_of_attention(
-    rows: dict[str, dict[str, str]], chosen: list[str], write_grid: WriteGrid, tmp_path: Path
-) -> None:
-    """Later trials are better in this test."""
-    content = {"question": "q", "rows": [{"id": row, "model": model} for row, model in rows.items()]}
-    grid_run = open_grid_run(GridRequest(write_grid(yaml.safe_dump(content)), "digits", (), tmp_path, seeds=2))
-    finished = [(trial, Result("run", True, {"val/top1": 50.0 + place})) for place, trial in enumerate(grid_run.trials)]
-    assert [(trial.row, trial.seed) for trial in best_of_each_kind(finished)] == [(row, 1) for row in chosen]
+    ):
+        content = {"question": "q", "rows": [{"id": row, "model": model} for row, model in rows.items()]}
+        grid_run = open_grid_run(GridRequest(write_grid(yaml.safe_dump(content)), "digits", (), tmp_path, seeds=2))
+        finished = [(trial, Result("run", True, {"val/top1": 50.0 + place})) for place, trial in enumerate(grid_run.trials)]
+        assert [(trial.row, trial.seed) for trial in best_of_each_kind(finished)] == [(row, 1) for row in chosen]
 
 
 def with_an_unknown_field(path: Path) -> None:
@@ -49,12 +42,11 @@ def with_an_unknown_field(path: Path) -> None:
     path.write_bytes(replace(found, origin=replace(found.origin, record={**found.origin.record, "late": 1})).as_bytes())
 
 
-@pytest.mark.parametrize(("change", "message"), [(Path.unlink, "No such file"), (with_an_unknown_field, "late: ")])
-def test_unreadable_checkpoint_becomes_an_error_message(
-    change: Callable[[Path], None], message: str, write_grid: WriteGrid, tmp_path: Path
-) -> None:
+def test_unreadable_checkpoint_becomes_an_error_message(write_grid: WriteGrid, tmp_path: Path) -> None:
     grid_run = open_grid_run(GridRequest(write_grid(GRID), "digits", (), tmp_path))
     trial = next(trial for trial in grid_run.trials if trial.row == "patchwise_3")
-    change(save_untrained(grid_run, trial))
-    (found,) = attention_samples(grid_run.workspace, [(trial, Result("run", True, {"val/top1": 95.0}))])
-    assert found.attention is None and message in found.error and "\n" not in found.error
+    path = save_untrained(grid_run, trial)
+    for change, message in ((with_an_unknown_field, "late: "), (Path.unlink, "No such file")):
+        change(path)
+        (found,) = attention_samples(grid_run.workspace, [(trial, Result("run", True, {"val/top1": 95.0}))])
+        assert found.attention is None and message in found.error and "\n" not in found.error

@@ -33,13 +33,13 @@ def measured(found: Evaluation) -> tuple[float, float, float, int]:
     return found.top1, found.top5, found.loss, found.images
 
 
-@pytest.mark.parametrize("epoch", [1, 2])
-def test_checkpoint_gives_the_accuracy_of_its_validation(epoch: int, trained: Trained) -> None:
-    found = evaluated(trained.folder / f"epoch-{epoch:04d}-step-0000000.pt")
-    validated = Checkpoint.read(trained.folder / "epoch-0002-step-0000000.pt").history[epoch - 1]
-    assert measured(found) == (validated.top1, validated.top5, validated.val_loss, 120)
-    assert (found.model, found.epoch, found.split, found.classes) == ("san10_pairwise", epoch, "train", 10)
-    assert found.own_images
+def test_checkpoint_gives_the_accuracy_of_its_validation(trained: Trained) -> None:
+    history = Checkpoint.read(trained.folder / "epoch-0002-step-0000000.pt").history
+    for epoch, validated in enumerate(history, 1):
+        found = evaluated(trained.folder / f"epoch-{epoch:04d}-step-0000000.pt")
+        assert measured(found) == (validated.top1, validated.top5, validated.val_loss, 120), epoch
+        assert (found.model, found.epoch, found.split, found.classes) == ("san10_pairwise", epoch, "train", 10)
+        assert found.own_images, epoch
 
 
 def test_every_name_of_a_trial_gives_its_best_epoch(trained: Trained, run_san: San, printed: Printed) -> None:
@@ -80,16 +80,14 @@ def test_folder_of_weights_gives_the_same_accuracy(
     assert f"top-1 {found['top1']:.4f} %" in (tmp_path / "small_digits/README.md").read_text()
 
 
-@pytest.mark.parametrize(("split", "images", "own"), [("train", 1317, True), ("val-split", 120, True), ("val", 360, False)])
-def test_evaluates_every_split(split: str, images: int, own: bool, trained: Trained) -> None:
-    found = evaluated(trained.folder, split=split)
-    assert (found.images, found.own_images) == (images, own)
-
-
-def test_folder_needs_only_the_evaluated_split(trained: Trained, tmp_path: Path) -> None:
+def test_evaluates_every_split(trained: Trained, tmp_path: Path) -> None:
+    """A folder needs only the evaluated split."""
+    for split, images, own in (("train", 1317, True), ("val-split", 120, True), ("val", 360, False)):
+        found = evaluated(trained.folder, split=split)
+        assert (found.images, found.own_images) == (images, own), split
     (tmp_path / "test").symlink_to(DIGITS / "val")
-    found = evaluated(trained.folder, "data.source=folder", f"data.root={tmp_path}", split="test")
-    assert measured(found) == measured(evaluated(trained.folder, split="val"))
+    same = evaluated(trained.folder, "data.source=folder", f"data.root={tmp_path}", split="test")
+    assert measured(same) == measured(found)
 
 
 def test_notes_that_images_differ_from_training(trained: Trained, tmp_path: Path, run_san: San) -> None:
@@ -113,18 +111,17 @@ def test_finds_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
     assert best_in(LocalStore(tmp_path)) is None
 
 
-@pytest.mark.parametrize("averaged", [False, True])
-def test_validation_averages_batchnorm_statistics_of_workers(averaged: bool) -> None:
+def test_validation_averages_batchnorm_statistics_of_workers() -> None:
     """The statistics belong to the averaged weights if the recipe averages them, otherwise to the trained weights."""
-    third, trained = torch.tensor([1 / 3]), [{"mean": torch.tensor([-9.0])}] * averaged
-    means, counts = [torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([5.0])], [torch.tensor(7)] * 3
-    validated = [{"mean": m, "var": third, "count": c} for m, c in zip(means, counts, strict=True)]
+    third, means = torch.tensor([1 / 3]), [torch.tensor([0.0]), torch.tensor([1.0]), torch.tensor([5.0])]
+    validated = [{"mean": mean, "var": third, "count": torch.tensor(7)} for mean in means]
     kept = {"w": third, "mean": means[0], "var": third}
-    state = {"model": {"w": -third} if averaged else kept, "average": kept if averaged else None}
-    weights = validated_weights(state | {"workers": [{"buffers": [*trained, buffers]} for buffers in validated]})
     expected = {"w": third, "mean": torch.tensor([2.0]), "var": third, "count": torch.tensor(7)}
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    for averaged in (False, True):
+        trained = [{"mean": torch.tensor([-9.0])}] * averaged
+        state = {"model": {"w": -third} if averaged else kept, "average": kept if averaged else None}
+        weights = validated_weights(state | {"workers": [{"buffers": [*trained, buffers]} for buffers in validated]})
+        torch.testing.assert_close(weights, expected, msg=f"averaged: {averaged}")
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +149,9 @@ def files(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
 NO_RUN = 32 * "0"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_rejects(trained: Trained, files: Path, tmp_path: Path, rejected: Rejected) -> None:
+    runs = trained.grid_run.workspace.runs
+    for arguments, words in (
         ("{empty}/none.pt", ["none.pt", "No such file"]),
         ("ac2f", ["ac2f", "No such file"]),
         ("0123456789ab --runs {empty}", ["0123456789ab: no such file, and no checkpoints"]),
@@ -178,14 +175,11 @@ NO_RUN = 32 * "0"
         ("{trial} --profile digits", ["--profile"]),
         ("{trial} recipe.lr=1", ["recipe.lr", "data.*"]),
         ("{trial} data.source=folder data.split=val-original data.root={files}/10_classes", ["'0' instead of 'class0'"]),
-    ],
-)
-def test_rejects(arguments: str, words: list[str], trained: Trained, files: Path, tmp_path: Path, rejected: Rejected) -> None:
-    runs = trained.grid_run.workspace.runs
-    filled = arguments.format(empty=tmp_path, runs=runs, files=files, trial=trained.folder)
-    message = rejected("evaluate", *filled.split())
-    assert message.startswith("san: ") and len(message.splitlines()) == 1
-    assert all(word in message for word in words), message
+    ):
+        filled = arguments.format(empty=tmp_path, runs=runs, files=files, trial=trained.folder)
+        message = rejected("evaluate", *filled.split())
+        assert message.startswith("san: ") and len(message.splitlines()) == 1, message
+        assert all(word in message for word in words), message
 
 
 def test_rejects_runs_whose_checkpoints_are_elsewhere(

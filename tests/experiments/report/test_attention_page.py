@@ -60,14 +60,11 @@ def test_script_shows_the_weights_of_the_pixel_in_the_middle(files: Path, tmp_pa
     np.testing.assert_allclose(labels, strongest, atol=attention.limit / 50)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_rejects(files: Path, rejected: Rejected) -> None:  # noqa: F811
+    command = ("attention", files / "san10_pairwise.pt", files / "colours.png", "--profile", "digits")
+    for options, words in (
         (("--html", "page.html", "--pixel", "1,1"), "`--pixel`"),
         (("--compare", "other.pt"), "--compare: only for `--html`"),
         (("--html", "missing/page.html"), "missing/page.html: cannot write"),
-    ],
-)
-def test_rejects(options: tuple[str, ...], words: str, files: Path, rejected: Rejected) -> None:  # noqa: F811
-    command = ("attention", files / "san10_pairwise.pt", files / "colours.png", "--profile", "digits")
-    assert words in rejected(*command, *options)
+    ):
+        assert words in rejected(*command, *options)

@@ -160,7 +160,8 @@ def test_protocol_table(
 
 
 def test_links_runs_on_a_server(finished_job: OpenGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    grid_run, path = finished_job(), tmp_path / "page.html"
+    grid = "{question: q, base: {recipe: {epochs: 3}}, rows: [{id: resnet26, model: {name: resnet26}}]}"
+    grid_run, path = finished_job(grid=grid), tmp_path / "page.html"
     results, tracker = known_results(grid_run), grid_run.tracker
     result = results[grid_run.trials[0].key]
     monkeypatch.setattr(GridRun, "tracker", property(lambda grid_run: tracker))

@@ -13,7 +13,9 @@ from experiments.errors import UserError
 from tests.experiments.conftest import SMALL_GRID, OpenGrid, Rejected, San
 
 
-def test_a_trial_is_a_row_with_settings_counts_and_metrics(finished_job: OpenGrid, tmp_path: Path) -> None:
+def test_a_trial_is_a_row_with_settings_counts_and_metrics(
+    finished_job: OpenGrid, tmp_path: Path, run_san: San, rejected: Rejected
+) -> None:
     grid_run = finished_job()
     table = experiments.load_results(tmp_path / "invented.yaml", runs=tmp_path / "runs", seeds=2)
     trials = grid_run.trials
@@ -34,6 +36,16 @@ def test_a_trial_is_a_row_with_settings_counts_and_metrics(finished_job: OpenGri
     }
     assert not table.columns.duplicated().any()
     assert table.groupby("data.mean").size().item() == len(table)
+
+    report = ("report", tmp_path / "invented.yaml", "--runs", tmp_path / "runs", "--seeds", "2")
+    _, out, _ = run_san(*report, "--csv", "-")
+    printed = pd.read_csv(io.StringIO(out))
+    assert list(printed.columns) == list(table.columns)
+    pd.testing.assert_series_equal(printed["val/top1"], table["val/top1"])
+    _, out, err = run_san(*report, "--csv", tmp_path / "trials.csv")
+    assert "top-1 paper" in out and f"trials: {tmp_path / 'trials.csv'}" in err
+    assert pd.read_csv(tmp_path / "trials.csv").equals(printed)
+    assert f"{tmp_path}: cannot write the trials (Is a directory)" in rejected(*report, "--csv", tmp_path)
 
 
 def test_a_grid_without_results_has_the_columns(tmp_path: Path) -> None:
@@ -56,17 +68,3 @@ def test_grids_of_the_project_are_known_by_name(tmp_path: Path) -> None:
     assert len(experiments.load_results("footprint", runs=tmp_path)) == 13
     with pytest.raises(UserError, match="did you mean `footprint`"):
         experiments.load_results("footprnt")
-
-
-def test_csv_has_the_same_table(finished_job: OpenGrid, tmp_path: Path, run_san: San, rejected: Rejected) -> None:
-    finished_job()
-    report = ("report", tmp_path / "invented.yaml", "--runs", tmp_path / "runs", "--seeds", "2")
-    expected = experiments.load_results(tmp_path / "invented.yaml", runs=tmp_path / "runs", seeds=2)
-    _, out, _ = run_san(*report, "--csv", "-")
-    printed = pd.read_csv(io.StringIO(out))
-    assert list(printed.columns) == list(expected.columns)
-    pd.testing.assert_series_equal(printed["val/top1"], expected["val/top1"])
-    _, out, err = run_san(*report, "--csv", tmp_path / "trials.csv")
-    assert "top-1 paper" in out and f"trials: {tmp_path / 'trials.csv'}" in err
-    assert pd.read_csv(tmp_path / "trials.csv").equals(printed)
-    assert f"{tmp_path}: cannot write the trials (Is a directory)" in rejected(*report, "--csv", tmp_path)
