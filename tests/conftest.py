@@ -1,6 +1,11 @@
 """For all tests."""
 
 import os
+
+# OpenMP's threads wait without computing: on a busy machine, waiting took a third of the time. Before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 import random
 import signal
 import subprocess
@@ -42,8 +47,8 @@ def same_start() -> Iterator[None]:
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Settings) -> None:
-    """Starts a timer that prints the stacks of a hanging test's other processes, before `pytest-timeout` prints those of this one
-    and ends it."""
+    """Before `pytest-timeout` ends a hanging test and prints the stacks of this process, prints those of the processes that the
+    test has started."""
     timer = threading.Timer(settings.timeout - SECONDS_FOR_STACKS, _print_stacks, [item])
     timer.daemon = True
     timer.start()

@@ -7,6 +7,7 @@ import pytest
 from experiments.cli import submit
 from experiments.errors import UserError
 from experiments.grids.request import GridRequest
+from experiments.runs import retry
 from experiments.runs.bucket import S3Store
 from experiments.runs.store import StorageError
 from experiments.runs.workspace import open_store, open_workspace
