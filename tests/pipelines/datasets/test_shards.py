@@ -45,7 +45,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(
     sizes=st.lists(st.integers(1, 4000), min_size=1, max_size=12),
     shard_bytes=st.integers(1, 20_000),
