@@ -53,6 +53,7 @@ def run(operator: Callable[..., None], images: list[torch.Tensor], rows_N9: torc
     return out_NCHW
 
 
+@pytest.mark.every_isa
 @given(
     st.lists(st.tuples(sides, sides), min_size=1, max_size=3),
     st.integers(1, 40) | st.sampled_from([64, 65, 224]),
