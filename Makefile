@@ -55,6 +55,7 @@ CLIENTS := .clients
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: setup lint
 	@$(STEP) "tests" $(PYTEST) -m "not slow" --durations=20
+	@$(STEP) "tests with smaller instruction sets" $(BIN)/python -m tests.every_isa
 
 # The everyday tests, then those with servers, compilers and long grids, and those with other packages.
 test-all: test $(CLIENTS)/.installed

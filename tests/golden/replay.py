@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import san
 from san.models.released import released_key
-from tests.golden.fill import batch, fill
+from tests.golden.fill import batch, draws_recorded_numbers, fill
 
 GOLDEN = Path(__file__).parent
-TOLERANCE = 1e-9
+TOLERANCE = 1e-9 if draws_recorded_numbers() else 0.05
+"""Where the inputs differ in the last bits, some ReLUs pass other gradients, and norms of gradients differ by 0.005."""
 NO_GRADIENT = 0.1
 """A bias in front of a BatchNorm or of the softmax has no gradient in theory; norms below 0.1 may err by 1e-10."""
 

@@ -6,6 +6,8 @@ import pytest
 
 from tests.golden.replay import TOLERANCE, Replay, errors, recorded, replay
 
+pytestmark = pytest.mark.every_isa
+
 
 @pytest.fixture(scope="module")
 def replayed() -> Replay:

@@ -20,6 +20,7 @@ from tests.nn.kinds import CHANNELS, KINDS, gradients, made
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.every_isa
 @every_kind
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_matches_the_papers_formulas(kind: str, training: bool) -> None:
@@ -68,6 +69,7 @@ def test_bfloat16_autocast_trains(kind: str) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("how", ["autocast", "half"])
 def test_positions_are_accurate_in_half_types(how: str) -> None:
     position = PairwiseAttention(CHANNELS).position

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import san
 
+pytestmark = pytest.mark.every_isa
+
 
 def gradients(model: nn.Module, x_NCHW: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(model(x_NCHW).square().sum(), list(model.parameters())))

@@ -15,6 +15,8 @@ import san
 from san import ops
 from tests.benchmarks.glue import Glue, count
 
+pytestmark = pytest.mark.every_isa
+
 KINDS = {"pairwise": san.PairwiseAttention, "patchwise": san.PatchwiseAttention}
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

@@ -16,6 +16,8 @@ from san import ops
 from san.nn.norm import conv_norm, conv_norm_relu, convolve, norm_relu
 from san.ops import fused
 
+pytestmark = pytest.mark.every_isa
+
 
 def layers(dtype: torch.dtype = torch.float64, bias: bool = False) -> tuple[nn.Conv2d, nn.BatchNorm2d, Tensor]:
     """A strided convolution, a norm that has seen some images, and an input."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a direct call, which the test id lists.
+    """The sizes of a direct call.
 
     Args:
         channels: number of channels of the relation, or of one map of a patch.
@@ -163,7 +163,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-2)).item()
 
 
-def assert_near(got: Tensors, want: Tensors, most: float) -> None:
+def assert_near(got: Sequence[Tensor], want: Sequence[Tensor], most: float, case: object = "") -> None:
     for index, (ours, theirs) in enumerate(zip(got, want, strict=True)):
-        assert ours.shape == theirs.shape
-        assert error(ours, theirs) <= most, f"tensor {index}: {error(ours, theirs):.1e}"
+        assert ours.shape == theirs.shape, f"{case}, tensor {index}"
+        assert error(ours, theirs) <= most, f"{case}, tensor {index}: {error(ours, theirs):.1e}"

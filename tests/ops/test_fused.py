@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,32 +35,30 @@ ROOT = Path(__file__).parents[2]
 
 # With few channels, the CPU kernels process 16 pixels at once: rows with one fewer, exactly as many, and more.
 LONG_ROWS = [Sizes(1, 9, width, 3, 4, 4, 2) for width in (15, 16, 37)]
+SOME_PRODUCTS = Sizes(2, 11, 13, 5, 9, 17, 5, products=4)
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
+@pytest.mark.every_isa
 @every_operator
-@pytest.mark.parametrize("sizes", [*SIZES, *LONG_ROWS], ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "values", "gradients"), [(torch.float64, 1e-11, 1e-10), (torch.float32, 1e-5, 1e-4)], ids=str
-)
-def test_matches_the_definition(operator: str, sizes: Sizes, dtype: torch.dtype, values: float, gradients: float) -> None:
-    exact = sample(operator, sizes)
-    got, got_grads = differentiated(lambda t: computed(operator, t, sizes), tuple(x.to(dtype) for x in exact))
-    want, want_grads = differentiated(lambda t: defined(operator, t, sizes), exact)
-    assert_near(got, want, values)
-    assert_near(got_grads, want_grads, gradients)
+def test_matches_the_definition(operator: str) -> None:
+    for sizes in [*SIZES, *LONG_ROWS, SOME_PRODUCTS]:
+        exact = sample(operator, sizes)
+        want, want_grads = differentiated(lambda t: defined(operator, t, sizes), exact)  # noqa: B023
+        for dtype, values, gradients in ((torch.float64, 1e-11, 1e-10), (torch.float32, 1e-5, 1e-4)):
+            tensors = tuple(x.to(dtype) for x in exact)
+            got, got_grads = differentiated(lambda t: computed(operator, t, sizes), tensors)  # noqa: B023
+            assert_near(got, want, values, f"{sizes}, {dtype}")
+            assert_near(got_grads, want_grads, gradients, f"gradients, {sizes}, {dtype}")
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "channels first": lambda x: x.movedim(-1, 1).contiguous().movedim(1, -1) if x.dim() > 1 else x,
-}
+def channels_first(x: Tensor) -> Tensor:
+    return x.movedim(-1, 1).contiguous().movedim(1, -1) if x.dim() > 1 else x
 
 
 @every_operator
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_opcheck(operator: str, layout: str) -> None:
-    tensors = tuple(LAYOUTS[layout](x) for x in sample(operator, dtype=torch.float32))
+def test_opcheck(operator: str) -> None:
+    tensors = tuple(map(channels_first, sample(operator, dtype=torch.float32)))
     leaves = [x.requires_grad_() for x in tensors]
     torch.library.opcheck(getattr(torch.ops.san, operator).default, (*leaves, *rest(operator, Sizes())))
     outputs = computed(operator, tuple(x.detach() for x in tensors), Sizes())
@@ -76,17 +76,18 @@ def test_noncontiguous_gradient(operator: str) -> None:
     torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.every_isa
 @pytest.mark.parametrize("operator", ["pair_weights", "patch_linear"])
-def test_half_weights(operator: str, dtype: torch.dtype) -> None:
+def test_half_weights(operator: str) -> None:
     """Maps and shifts stay in float32. The attention weights have the type of the weights."""
-    ours, rounded = with_half_weights(operator, sample(operator), dtype)
-    got, grads = differentiated(lambda t: computed(operator, t, Sizes()), ours)
-    want, want_grads = differentiated(lambda t: defined(operator, t, Sizes()), rounded)
-    assert got[0].dtype == (dtype if operator == "pair_weights" else torch.float32)
-    assert [x.dtype for x in grads] == [x.dtype for x in ours]
-    assert_near(got, want, torch.finfo(dtype).eps)
-    assert_near(grads, want_grads, 10 * torch.finfo(dtype).eps)
+    for dtype in (torch.bfloat16, torch.float16):
+        ours, rounded = with_half_weights(operator, sample(operator), dtype)
+        got, grads = differentiated(lambda t: computed(operator, t, Sizes()), ours)
+        want, want_grads = differentiated(lambda t: defined(operator, t, Sizes()), rounded)
+        assert got[0].dtype == (dtype if operator == "pair_weights" else torch.float32)
+        assert [x.dtype for x in grads] == [x.dtype for x in ours]
+        assert_near(got, want, torch.finfo(dtype).eps, dtype)
+        assert_near(grads, want_grads, 10 * torch.finfo(dtype).eps, dtype)
 
 
 @every_operator
@@ -99,32 +100,13 @@ def test_empty_batch(operator: str) -> None:
 
 
 @every_operator
-@pytest.mark.parametrize(
-    "sizes", [Sizes(1, 91, 9), Sizes(5, 32, 12, 5, hidden=17), Sizes(70, 4, 4), Sizes(4, 7, 7, 3, 70, 20, 64)], ids=str
-)
-def test_same_bits_with_any_number_of_threads(operator: str, sizes: Sizes) -> None:
-    tensors = sample(operator, sizes, torch.float32)
-    assert_same_bits_with_any_number_of_threads(
-        lambda: sum(differentiated(lambda t: computed(operator, t, sizes), tensors), ())
-    )
-
-
-@every_operator
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("instructions", ["baseline", "v3", "v4"])
-@pytest.mark.parametrize("sizes", [Sizes(2, 11, 13, 5, 9, 17, 5, products=4), Sizes(1, 15, 37, 3, 6, 3, 1)], ids=str)
-def test_all_instruction_sets_match_the_definition(
-    operator: str, dtype: torch.dtype, instructions: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    required = {"baseline": (), "v3": ("avx2", "fma"), "v4": ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    if missing := [name for name in required[instructions] if f" {name}" not in flags]:
-        pytest.skip(f"this machine has no {', '.join(missing)}")
-    exact = sample(operator, sizes)
-    monkeypatch.setenv("SAN_CPU", instructions)
-    got = differentiated(lambda t: computed(operator, t, sizes), tuple(x.to(dtype) for x in exact))
-    want = differentiated(lambda t: defined(operator, t, sizes), exact)
-    assert_near(sum(got, ()), sum(want, ()), 1e-4 if dtype == torch.float32 else 1e-11)
+def test_same_bits_with_any_number_of_threads(operator: str) -> None:
+    for sizes in (Sizes(1, 91, 9), Sizes(5, 32, 12, 5, hidden=17), Sizes(70, 4, 4), Sizes(4, 7, 7, 3, 70, 20, 64)):
+        tensors = sample(operator, sizes, torch.float32)
+        assert_same_bits_with_any_number_of_threads(
+            lambda: sum(differentiated(lambda t: computed(operator, t, sizes), tensors), ()),  # noqa: B023
+            sizes,
+        )
 
 
 @pytest.mark.parametrize("operator", [name for name in OPERATORS if name not in STATISTICS])  # which have no SIMD code
@@ -198,17 +180,18 @@ for operator in OPERATORS:
     assert done.stdout.count("0x0 footprint does not fit") == len(OPERATORS)
 
 
+@pytest.mark.every_isa
 @every_operator
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-def test_nonfinite_inputs_give_nonfinite_results(operator: str, value: float) -> None:
-    for at, tensor in enumerate(sample(operator)):
+def test_nonfinite_inputs_give_nonfinite_results(operator: str) -> None:
+    for value, (at, tensor) in itertools.product((math.nan, math.inf, -math.inf), enumerate(sample(operator))):
         tensors = sample(operator, dtype=torch.float32)
         tensors[at].view(-1)[tensor.numel() // 2] = value
         for got, want in zip(computed(operator, tensors, Sizes()), defined(operator, tensors, Sizes()), strict=True):
             lost = got.isfinite() & ~want.isfinite()
-            assert not lost.any(), f"argument {at}: {int(lost.sum())} results are finite"
+            assert not lost.any(), f"{value} in argument {at}: {int(lost.sum())} results are finite"
 
 
+@pytest.mark.every_isa
 @every_operator
 def test_nan_reaches_the_gradients(operator: str) -> None:
     for at in range(2):
@@ -239,6 +222,7 @@ LARGE_MEANS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 }
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("which", LARGE_MEANS)
 def test_statistics_of_large_means(which: str) -> None:
     sizes = Sizes(batch=4, height=112, width=112)
@@ -257,6 +241,7 @@ def test_statistics_of_large_means_in_float64(operator: str, mean: float) -> Non
     torch.testing.assert_close((found_mean - mean, found_var), (exact_mean, exact_var), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.every_isa
 def test_covariance_of_large_values() -> None:
     sizes = Sizes(batch=4, height=48, width=48, channels=6)
     center, around, norm = sample("pair_covariance", sizes, torch.float32)
@@ -266,6 +251,7 @@ def test_covariance_of_large_values() -> None:
     assert_near((mean, covariance), (exact_mean, exact_covariance), 2e-5)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("times", [1e3, 1e4, 1e20, 1e30], ids=str)
 def test_extreme_logits_do_not_overflow(times: float) -> None:
     *tensors, weight2 = sample("pair_weights", dtype=torch.float32)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,12 +19,10 @@ from tests.ops.operators import CASES, LAYOUTS, OPERATORS, Case, Operator, gradi
 from tests.ops.threads import assert_same_bits_with_any_number_of_threads
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
-HALF = [torch.float16, torch.bfloat16]
 
 
+@pytest.mark.every_isa
 @every_operator
-@settings(max_examples=40)
 @given(
     batch=st.integers(0, 3),
     groups=st.integers(1, 3),
@@ -50,10 +49,9 @@ def test_gradgradcheck(operator: Operator) -> None:
 
 
 @every_operator
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(operator: Operator, dtype: torch.dtype) -> None:
+def test_opcheck(operator: Operator) -> None:
     case = Case(2, 4, 5, 4, 3)
-    inputs = operator.sample(case, dtype)
+    inputs = operator.sample(case, torch.bfloat16)
     backward, arguments = operator.backward(torch.randn_like(operator.reference(*inputs, *operator.rest(case))), inputs, case)
     torch.library.opcheck(backward.default, arguments)
     leaves = (x.requires_grad_() for x in inputs)
@@ -72,18 +70,18 @@ def test_fake_aggregation_has_the_layout_of_the_kernel(layout: str) -> None:
     assert operator.kernel()(beta, weight, 3).stride() == fake.stride()
 
 
+@pytest.mark.every_isa
 @every_operator
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@every_case
-def test_error_in_half_types_is_at_most_twice_the_one_of_torch(operator: Operator, case: Case, dtype: torch.dtype) -> None:
-    inputs = operator.sample(case, dtype)
-    exact = operator.defined(tuple(x.double() for x in inputs), case)
-    ours = gradients(operator.kernel(), inputs, *operator.rest(case))
-    plain = operator.defined(inputs, case)
-    for got, torch_got, want in zip(ours, plain, exact, strict=True):
-        error, allowed = ((x.double() - want).abs().max().item() for x in (got, torch_got))
-        rounding = want.abs().max().item() * torch.finfo(dtype).eps / 2
-        assert error <= max(2 * allowed, rounding)
+def test_error_in_half_types_is_at_most_twice_the_one_of_torch(operator: Operator) -> None:
+    for case, dtype in itertools.product(CASES, (torch.float16, torch.bfloat16)):
+        inputs = operator.sample(case, dtype)
+        exact = operator.defined(tuple(x.double() for x in inputs), case)
+        ours = gradients(operator.kernel(), inputs, *operator.rest(case))
+        plain = operator.defined(inputs, case)
+        for got, torch_got, want in zip(ours, plain, exact, strict=True):
+            error, allowed = ((x.double() - want).abs().max().item() for x in (got, torch_got))
+            rounding = want.abs().max().item() * torch.finfo(dtype).eps / 2
+            assert error <= max(2 * allowed, rounding), f"{case}, {dtype}"
 
 
 @every_operator

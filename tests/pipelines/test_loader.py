@@ -27,7 +27,7 @@ BY_CLASS = [index for label in range(3) for index in range(label, COUNT, 3)]
 """The images of `colours` in dataset order."""
 PLAIN = Transform(size=16, resize=16, crop_area=(0.3, 1.0), flip=False, mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255))
 """Keeps pixel values from 0 to 255."""
-few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=settings.default.max_examples // 4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 """All examples can share a fixture, because they do not change images."""
 AGREEMENT = 0.3
 """Allowed mean absolute difference from Pillow; pixel values go up to 255."""

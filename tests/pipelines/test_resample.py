@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -53,7 +53,7 @@ def run(operator: Callable[..., None], images: list[torch.Tensor], rows_N9: torc
     return out_NCHW
 
 
-@settings(max_examples=60)
+@pytest.mark.every_isa
 @given(
     st.lists(st.tuples(sides, sides), min_size=1, max_size=3),
     st.integers(1, 40) | st.sampled_from([64, 65, 224]),

@@ -4,7 +4,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines import DataError, sampler
@@ -12,7 +12,6 @@ from pipelines import DataError, sampler
 counts = st.integers(min_value=0, max_value=300)
 batches = st.integers(min_value=1, max_value=70)
 worlds = st.integers(min_value=1, max_value=9)
-quick = settings(max_examples=60)
 
 
 def all_shares(count: int, batch: int, world: int) -> list[list[sampler.Indices]]:
@@ -31,7 +30,6 @@ def together(shares: list[list[sampler.Indices]]) -> list[list[int]]:
     return [np.concatenate(parts).tolist() for parts in zip(*shares, strict=True)]
 
 
-@quick
 @given(counts, batches, worlds)
 def test_sizes_and_steps_are_even(count: int, batch: int, world: int) -> None:
     shares = all_shares(count, batch, world)
@@ -43,7 +41,6 @@ def test_sizes_and_steps_are_even(count: int, batch: int, world: int) -> None:
         assert np.ptp(sizes) <= 1, "there must be at most two batch sizes, because each one compiles the model again"
 
 
-@quick
 @given(counts, batches, worlds, worlds, st.data())
 def test_resumed_epoch_continues_with_any_number_of_ranks(
     count: int, batch: int, before: int, after: int, data: st.DataObject
@@ -56,7 +53,6 @@ def test_resumed_epoch_continues_with_any_number_of_ranks(
     assert together(rest) == whole[done:]
 
 
-@quick
 @given(counts, batches, batches, worlds, worlds, st.data())
 def test_resumed_epoch_with_another_batch_size_is_complete(
     count: int, batch: int, other: int, before: int, after: int, data: st.DataObject
@@ -67,7 +63,6 @@ def test_resumed_epoch_with_another_batch_size_is_complete(
     assert sorted([*seen, *left]) == list(range(count))
 
 
-@quick
 @given(counts, batches, worlds)
 def test_require_full_ranks_rejects_empty_batches(count: int, batch: int, world: int) -> None:
     smallest = min((len(share) for of_rank in all_shares(count, batch, world) for share in of_rank), default=1)

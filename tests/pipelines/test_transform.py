@@ -6,14 +6,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipelines import Transform
 from pipelines.transform import MANIPULATIONS, random_crops, random_mirrors, random_numbers, shifted
 
-quick = settings(max_examples=60)
 sides = st.integers(1, 60) | st.integers(1, 9000)
 seeds = st.integers(0, 2**40)
 transforms = st.sampled_from(
@@ -43,7 +42,6 @@ def usual_crop(transform: Transform, numbers: list[float], height: int, width: i
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-@quick
 @given(transforms, st.lists(st.tuples(sides, sides), min_size=1, max_size=20), seeds)
 def test_crops_equal_the_usual_ones(transform: Transform, sizes: list[tuple[int, int]], seed: int) -> None:
     numbers = random_numbers(seed, 3, np.arange(len(sizes)))
@@ -64,7 +62,6 @@ def test_half_of_the_images_are_mirrored() -> None:
     assert all(map(np.array_equal, many_crops(Transform()), many_crops(Transform(flip=False))))
 
 
-@quick
 @given(st.lists(st.integers(0, 2_000_000), max_size=30), seeds, st.integers(0, 1000))
 def test_random_numbers_depend_only_on_their_index(indices: list[int], seed: int, epoch: int) -> None:
     together = random_numbers(seed, epoch, np.array(indices, dtype=np.int64))

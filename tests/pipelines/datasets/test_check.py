@@ -1,5 +1,6 @@
 """Unusual and broken image files: which ones can be decoded, the reasons for the others, and crashed processes."""
 
+import os
 import re
 import struct
 import zlib
@@ -120,9 +121,8 @@ def found_in(data: Dataset, workers: int) -> dict[str, str]:
     return {Path(data.paths[one.index]).name: one.reason for _, broken in pieces for one in broken}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_check_finds_all_broken_images(dirty: Dataset, workers: int) -> None:
-    found = found_in(dirty, workers)
+def test_check_finds_all_broken_images(dirty: Dataset) -> None:
+    found = found_in(dirty, workers=2)
     assert found.keys() == BROKEN.keys()
     assert all(found[name].startswith(reason) for name, (_, reason) in BROKEN.items()), found
 
@@ -145,7 +145,7 @@ def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
     packable = dirty.without(set(range(len(dirty))) - set(kept))
     list(pack(packable, tmp_path, 10**5, 1))
     packed = Dataset.open_shards(tmp_path, "train")
-    assert found_in(packed, 2).keys() == names.keys()
+    assert found_in(packed, workers=1).keys() == names.keys()
     broken = list(broken_images(packed, range(len(packed))))
     assert {Path(packed.paths[one.index]).name for one in broken} == names.keys()
     with pytest.raises(DataError, match=re.escape(packed.name_of(broken[0].index))):
@@ -163,16 +163,19 @@ def many(tmp_path: Path) -> Dataset:
 
 
 def test_names_the_images_of_a_process_that_was_killed(many: Dataset) -> None:
-    with pytest.raises(DataError, match=r"process .*: train/a/\d\d\d\.jpg, train/a/"):
-        for number, _ in enumerate(check(many, 2)):
-            for process in active_children() if number == 0 else ():
+    endless = many.root / many.paths[20]
+    endless.unlink()
+    os.mkfifo(endless)  # the process never reads this image to its end
+    with pytest.raises(DataError, match=r"process .*: .*train/a/020\.jpg, train/a/"):
+        for _ in check(many, 1):
+            for process in active_children():
                 process.kill()
     assert not active_children()
 
 
 def test_closing_the_iterator_ends_the_processes(many: Dataset) -> None:
-    pieces = check(many, 2)
+    pieces = check(many, 1)
     next(pieces)
-    assert len(active_children()) == 2
+    assert active_children()
     pieces.close()
     assert not active_children()

@@ -135,7 +135,7 @@ def test_first_chooses_equally_many_images_of_each_class(many: Dataset) -> None:
         many.first(13)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sets(st.integers(0, 36), max_size=8), st.integers(1, 5), st.integers(0, 2**70))
 def test_removed_images_do_not_change_the_choice_of_others(many: Dataset, gone: set[int], per_class: int, seed: int) -> None:
     gone = {index for index in gone if index < 32 and many.labels[:32].count(many.labels[index]) - len(gone) >= per_class}

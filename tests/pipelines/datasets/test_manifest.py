@@ -14,7 +14,7 @@ from tests.pipelines.datasets.test_dataset import put
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0\n/"), min_size=1, max_size=8)
 ROWS = st.lists(st.tuples(st.builds("train/{}/{}".format, NAMES, NAMES), st.integers(0, 10**12)), min_size=1, max_size=6)
 # All examples can share a folder, because each one overwrites the file.
-shared_folder = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+shared_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def listed(root: Path, split: str, folder: Path | None = None) -> Dataset:
