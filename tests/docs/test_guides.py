@@ -116,7 +116,7 @@ class Reader:
         return [name, *rest]
 
     def run(self, arguments: list[str]) -> None:
-        """Runs `san` in this process; an exit code other than 0 fails. `experiments/cli/test_end_to_end.py` runs a grid with Ray."""
+        """Runs `san` in this process; an exit code other than 0 fails. `test_end_to_end.py` runs a grid with Ray."""
         command = f"san {shlex.join(arguments)}"
         if arguments[0] == "run" and "--serial" not in arguments:
             arguments = [*arguments, "--serial"]

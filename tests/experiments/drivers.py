@@ -13,8 +13,8 @@ from typing import Any, Self
 from experiments.grids.config import PROJECT_DIR
 
 PATIENCE = 480.0
-"""Seconds after which a test assumes that a process hangs: longer than it takes on a busy machine, and shorter than the time after
-which `pytest-timeout` ends a test."""
+"""Seconds after which a test assumes that a process hangs: longer than it takes on a busy machine, and less than the limit of
+`pytest-timeout`."""
 LEFT_OUT = (
     *("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
     *("MLFLOW_TRACKING_URI", "SAN_RUNS"),

@@ -29,6 +29,7 @@ from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
 from tests.experiments.samples import runs_of
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("measure", [Rotation("rotate90"), Rotation("none"), *ATTACKS], ids=str)
 def test_batch_size_changes_results_only_by_rounding(measure: Callable[..., dict[str, float]], trained: Trained) -> None:
     """In float32, batches of other sizes are summed in another order. This may change the class of an image and the signs of an
