@@ -74,8 +74,8 @@ def test_second_call_changes_nothing(copy: Path) -> None:
 @pytest.mark.slow
 def test_concurrent_calls(tmp_path: Path) -> None:
     root = tmp_path / "digits"
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        assert pool.map(prepare_digits, [root] * 3) == [root] * 3
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert pool.map(prepare_digits, [root] * 2) == [root] * 2
     assert len(Dataset.scan(root, "val")) == 360
     assert [entry.name for entry in tmp_path.iterdir()] == ["digits"]
 
