@@ -38,7 +38,9 @@ SECONDS_FOR_STACKS = 30.0
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
-    """Random numbers are the same in every run of a test. Variables of the environment that it sets end with it."""
+    """Random numbers are the same in every run of a test, and variables of the environment that it sets end with it. Operators
+    have one thread, because another test runs at the same time; tests of several threads set their number."""
+    torch.set_num_threads(1)
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -206,7 +206,9 @@ def test_command_fails_without_cuda_only_if_cuda_is_required(
 def test_concurrent_processes_build_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cuda_ext.build"]
     root = build.SOURCE_DIR.parent
-    env = {"PATH": "/usr/bin:/bin", "SAN_CACHE": str(tmp_path), "SAN_CUDA": "0", "HOME": str(tmp_path)}
+    # It takes its time, so that the other processes meet a build.
+    cxx = compiler(tmp_path / "g++-12", GCC.format("12.2.0"), f"sleep 0.2; {WRITES_ITS_OUTPUT}")
+    env = {"PATH": "/usr/bin:/bin", "SAN_CACHE": str(tmp_path), "SAN_CUDA": "0", "HOME": str(tmp_path), "CXX": str(cxx)}
     running = [
         subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
