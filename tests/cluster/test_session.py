@@ -1,14 +1,18 @@
+import re
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 import ray
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 import cluster.session
-from cluster import Node, Resources, available_cpus
-from cluster.session import alone
+from cluster import ClusterError, Node, Resources, available_cpus
+from cluster.session import alone, start_ray
 
 
 def test_resources_add_up() -> None:
@@ -52,6 +56,35 @@ def test_ray_head_of_a_local_session_requires_the_token(resources: Resources) ->
     folder = cluster.session.private_folder()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "ray").is_dir()
     assert stat.S_IMODE((Path.home() / ".ray/auth_token").stat().st_mode) == 0o600
+
+
+def is_alive(process: subprocess.Popen[bytes]) -> bool:
+    return psutil.pid_exists(process.pid)
+
+
+def test_ray_is_started_again_without_the_processes_of_the_failed_start(capsys: pytest.CaptureFixture[str]) -> None:
+    """As after Ray's limit for its start. After three attempts, the error is for the user."""
+    started: list[subprocess.Popen[bytes]] = []
+    fails = [True, True]
+
+    def start() -> str:
+        started.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        if fails:
+            fails.pop()
+            raise RuntimeError("timed out")
+        return "connected"
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        assert start_ray(start) == "connected"
+        assert not any(map(is_alive, started[:2]))
+        assert started[2].poll() is None is other.poll()
+        assert re.findall(r"starting it again \((\d) of 3\)", capsys.readouterr().err) == ["2", "3"]
+        fails.extend([True] * 3)
+        with pytest.raises(ClusterError, match=r"Ray did not start on this machine \(timed out\)"):
+            start_ray(start)
+        assert not any(map(is_alive, started[3:]))
+        for process in (other, started[2]):
+            process.communicate(b"\n")
 
 
 def test_a_second_session_on_a_machine_is_not_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

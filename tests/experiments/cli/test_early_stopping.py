@@ -91,7 +91,7 @@ def test_grid_stops_the_trials_that_do_not_learn(
     """Trains two trials that learn, then two that do not."""
     path = write_grid("""
         question: Which learning rate?
-        base: {model: {name: resnet26}, recipe: {epochs: 4, batch_size: 20}, data: {train_per_class: 40}}
+        base: {model: {name: resnet26}, recipe: {epochs: 4, batch_size: 20}, data: {train_per_class: 24}}
         product: {recipe.lr: [0.1, 1e-9]}
         seeds: [0, 1]
         early_stopping: {grace_epochs: 2, reduction: 2}

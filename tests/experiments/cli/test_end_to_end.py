@@ -53,12 +53,12 @@ def assert_complete(grid_run: GridRun, epochs: int) -> None:
 
 
 def test_grid_is_trained_with_every_real_part(start: Start, tmp_path: Path) -> None:
-    options = ("recipe.epochs=2", "recipe.batch_size=64", "data.train_per_class=64")
+    options = ("recipe.epochs=1", "recipe.batch_size=64", "data.train_per_class=32")
     with alone():
         driver = start(*options)
         assert driver.finish() == 0, driver.said
     assert "another `san run` is using this machine" in driver.said
-    assert_complete(open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs")), 2)
+    assert_complete(open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs")), 1)
     assert driver.said.count("top-1 paper") == 1
     (folder,) = (tmp_path / "runs").glob("small-digits+*")
     rows = list(csv.DictReader((folder / "table.csv").open()))
