@@ -4,8 +4,8 @@ import json
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -45,7 +45,8 @@ def start(
     should_continue: ShouldContinue | None = None,
 ) -> list[BaseProcess]:
     """Starts the workers of a trial and kills the last one. Each worker calls `body` before training."""
-    meeting = f"{tempfile.mkdtemp()}/meeting"
+    workspace.runs.mkdir(parents=True, exist_ok=True)
+    meeting = str(workspace.runs / f"meeting-{uuid.uuid4().hex}")
     workers: list[BaseProcess] = []
     for rank in range(world):
         group = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
