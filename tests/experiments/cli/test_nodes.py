@@ -62,11 +62,8 @@ def _kill_a_node(pair: dict[int, Step], cluster: Nodes) -> None:
 
 
 def test_lost_node_costs_at_most_one_checkpoint_interval(grid: Path, tmp_path: Path) -> None:
-    lose_a_node(grid, tmp_path / "runs")
-
-
-def lose_a_node(grid: Path, runs: Path) -> None:
-    """Trains a grid with two workers per trial and kills a node meanwhile. The nodes have separate addresses if possible."""
+    """Of a trial with two workers. The nodes have separate addresses if possible."""
+    runs = tmp_path / "runs"
     with separate_addresses() as network, nodes(1, network) as cluster:
         cluster.add()
         cluster.add()
