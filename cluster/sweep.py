@@ -7,6 +7,7 @@ run, because Tune does not count the resources that Train uses.
 import math
 import os
 import pickle
+import threading
 import time
 import traceback
 import uuid
@@ -20,6 +21,7 @@ import ray.exceptions
 import ray.train
 import ray.tune
 import ray.tune.search
+import ray.util.queue
 from ray.tune.progress_reporter import TrialProgressCallback
 
 from cluster.errors import ClusterError, LostError
@@ -162,9 +164,12 @@ def _trainable(
 
 
 def _start_workers(worker: Callable[[], None], placement: Placement, name: str, folder: str) -> None:
-    """Runs the workers of a trial with Ray Train."""
+    """Runs the workers of a trial with Ray Train, and sends the first worker's reports to Ray Tune.
+
+    Not with Ray's `TuneReportCallback`: it hangs if this function raises, and its caller reports that, before Tune has taken
+    the last report of the workers.
+    """
     from ray.train.torch import TorchConfig, TorchTrainer  # imports torch, which the driver of a sweep does not need
-    from ray.tune.integration.ray_train import TuneReportCallback
 
     # NCCL starts with the first tensor on a GPU, so the function can first check the GPU and explain what is wrong.
     torch_config = TorchConfig("cpu:gloo,cuda:nccl" if placement.gpus else "gloo")
@@ -173,9 +178,27 @@ def _start_workers(worker: Callable[[], None], placement: Placement, name: str, 
         use_gpu=placement.gpus > 0,
         resources_per_worker={"CPU": placement.cpus, "GPU": placement.gpus},
     )
-    callbacks: list[Any] = [TuneReportCallback()]  # type: ignore[no-untyped-call]
+    reports = ray.util.queue.Queue(actor_options={"num_cpus": 0})
+    callbacks: list[Any] = [_Forwarding(reports)]
     run = ray.train.RunConfig(name=name, storage_path=folder, callbacks=callbacks)
-    TorchTrainer(worker, torch_config=torch_config, scaling_config=scaling, run_config=run).fit()
+    sender = threading.Thread(target=lambda: [ray.tune.report(metrics) for metrics in iter(reports.get, None)], daemon=True)
+    sender.start()
+    try:
+        TorchTrainer(worker, torch_config=torch_config, scaling_config=scaling, run_config=run).fit()
+    finally:
+        reports.put(None)
+        sender.join()
+        reports.shutdown()
+
+
+class _Forwarding(ray.train.UserCallback):
+    """Puts the reports of a trial's first worker into a queue."""
+
+    def __init__(self, reports: ray.util.queue.Queue) -> None:
+        self._reports = reports
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        self._reports.put(metrics[0])
 
 
 class _NotPickled:
