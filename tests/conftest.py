@@ -49,8 +49,10 @@ def same_start() -> Iterator[None]:
         yield
 
 
-def pytest_collection_finish() -> None:
-    """Modules live until the end. In each trial of a grid, searching them for garbage would take `gc.collect` a second."""
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_kept() -> None:
+    """What is alive before a file of tests lives until the end. `gc.collect`, which each trial of a grid calls, would take a
+    second to search all of it."""
     gc.collect()
     gc.freeze()
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import san
 from experiments.cli import cli
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import GRIDS_DIR, expand, profile_path
@@ -23,7 +24,7 @@ from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_rows, table_names
 from experiments.runs.workspace import default_runs
 from experiments.training import images
-from san import create_model, list_models, load_checkpoint, save_checkpoint
+from san import create_model, load_checkpoint, save_checkpoint
 from san.models.released import save_released_checkpoint
 from tests.experiments.conftest import SMALL_GRID, Printed, Rejected, San
 
@@ -44,13 +45,14 @@ def test_models_are_listed_with_their_fields(printed: Printed) -> None:
     assert printed("models", "resnet26").split()[:2] == ["resnet26", "depths=[1,2,4,1]"]
 
 
-def test_complexity_of_a_grid_as_json(printed: Printed) -> None:
-    rows = json.loads(printed("complexity", "--grid", GRIDS_DIR / "relation.yaml", "--json"))
-    assert [row["id"] for row in rows] == list(paper_rows("relation"))
+def test_complexity_as_json(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a grid's rows, or of all named models."""
+    rows = json.loads(printed("complexity", "--grid", GRIDS_DIR / "position.yaml", "--json"))
+    assert [row["id"] for row in rows] == list(paper_rows("position"))
     by_id = {row["id"]: row for row in rows}
-    assert by_id["pairwise_subtraction"]["flops_paper"] == 2_155_268_622
-    assert by_id["patchwise_concatenation"]["params"] == 11_841_124
-    assert [row["id"] for row in json.loads(printed("complexity", "--json"))] == list_models()
+    assert (by_id["pairwise_relative"]["params"], by_id["pairwise_relative"]["flops_paper"]) == (10_531_848, 2_155_268_622)
+    monkeypatch.setattr(san, "list_models", lambda: ["resnet26", "san10_pairwise"])
+    assert [row["id"] for row in json.loads(printed("complexity", "--json"))] == ["resnet26", "san10_pairwise"]
 
 
 def test_complexity_as_text_shows_the_numbers_of_the_paper_for_its_image_size(printed: Printed) -> None:
