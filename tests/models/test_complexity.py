@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import san
 from san import ops
-from san.models import model_spec
 
 ROOT = Path(__file__).parents[2]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
