@@ -1,5 +1,6 @@
 """For all tests."""
 
+import gc
 import os
 
 # OpenMP's threads wait without computing: on a busy machine, waiting took a third of the time. Before torch is imported.
@@ -46,6 +47,14 @@ def same_start() -> Iterator[None]:
     torch.manual_seed(0)
     with patch.dict(os.environ):
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_are_kept() -> None:
+    """What is alive before a file of tests lives until the end. `gc.collect`, which each trial of a grid calls, would take a
+    second to search all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Settings) -> None:

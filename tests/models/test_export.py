@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 KINDS = ("pairwise", "patchwise", "scalar", "resnet")
 """Tested with two stages where nothing else is said; the other models with one block."""
+Sizes = Mapping[str, Mapping[str, Any] | None]
+"""Models with fields that set their size."""
 
 
 def every_day(which: str) -> pytest.MarkDecorator:
-    """One model is tested every day, the others in a slow test, because compilers and exporters take seconds."""
-    others = pytest.param([other for other in MODELS if other != which], marks=pytest.mark.slow, id="others")
-    return pytest.mark.parametrize("models", [pytest.param([which], id=which), others])
+    """One model with one block is tested every day, all models in a slow test: compilers and exporters take seconds."""
+    every_model: Sizes = dict.fromkeys(MODELS)
+    return pytest.mark.parametrize(
+        "sizes", [pytest.param({which: ONE_BLOCK}, id=which), pytest.param(every_model, marks=pytest.mark.slow, id="all")]
+    )
 
 
-def made(which: str, size: dict[str, Any] | None = None) -> nn.Module:
+def made(which: str, size: Mapping[str, Any] | None = None) -> nn.Module:
     """A model in evaluation mode with random scales and biases and updated running statistics."""
     torch.manual_seed(0)
     name, fields = MODELS[which]
@@ -57,10 +62,10 @@ IMAGES = torch.randn(3, 3, 24, 28, generator=torch.Generator().manual_seed(1))
 
 
 @every_day("patchwise")
-def test_compiles_to_one_graph(models: list[str]) -> None:
-    for which in models:
+def test_compiles_to_one_graph(sizes: Sizes) -> None:
+    for which, size in sizes.items():
         torch.compiler.reset()
-        model = made(which)
+        model = made(which, size)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert_close(compiled(IMAGES), model(IMAGES), which)
 
@@ -78,7 +83,7 @@ def test_is_not_compiled_again_after_another_model_was_deleted() -> None:
         graphs.append(graph)
         return graph
 
-    model, other = made("pairwise"), made("resnet")
+    model, other = made("pairwise", ONE_BLOCK), made("resnet")
     with torch.no_grad():
         other(IMAGES)
     compiled = torch.compile(model.train(), fullgraph=True, backend=counted)
@@ -114,9 +119,9 @@ OTHER_SIZES = [torch.randn(size, generator=torch.Generator().manual_seed(2)) for
 
 
 @every_day("pairwise")
-def test_exports_without_our_operators_for_any_size(models: list[str]) -> None:
-    for which in models:
-        model = made(which)
+def test_exports_without_our_operators_for_any_size(sizes: Sizes) -> None:
+    for which, size in sizes.items():
+        model = made(which, size)
         program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(DYNAMIC,))
         assert not [node.target for node in program.graph.nodes if "san" in str(node.target)], which
         exported = program.module()
@@ -158,10 +163,10 @@ def test_onnxruntime_gives_the_same_numbers_at_any_size(tmp_path: Path) -> None:
 
 @every_day("pairwise")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:Constant folding")
-def test_traces_and_legacy_onnx_files_need_no_kernels(models: list[str], tmp_path: Path) -> None:
+def test_traces_and_legacy_onnx_files_need_no_kernels(sizes: Sizes, tmp_path: Path) -> None:
     path, axes = tmp_path / "model.onnx", {"images": {0: "N", 2: "H", 3: "W"}}
-    for which in models:
-        model = made(which)
+    for which, size in sizes.items():
+        model = made(which, size)
         traced = torch.jit.trace(model, IMAGES[:2])
         assert "san::" not in str(traced.inlined_graph), which
         for images in OTHER_SIZES:

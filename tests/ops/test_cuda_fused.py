@@ -36,7 +36,7 @@ from tests.ops.operators import cotangent, gradients, stored_by_pixels
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 # GPUs run differences with a hidden layer.
 SUPPORTED = [replace(sizes, products=0, hidden=sizes.hidden or 7) for sizes in SIZES]
-SMALL = [sizes for sizes in SUPPORTED if sizes.width < 60 and sizes.footprint < 9 and sizes != STAGE_5]
+SMALL = [sizes for sizes in SUPPORTED if sizes.width < 60 and sizes.footprint < 9 and sizes.channels < STAGE_5.channels]
 WEIGHTED = ("pair_weights", "patch_linear")
 
 
@@ -57,7 +57,7 @@ def test_matches_the_definition(operator: str, shim: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", WEIGHTED)
+@every_operator
 def test_matches_the_definition_with_the_channels_of_the_last_stage(operator: str, shim: Any) -> None:
     assert_matches_the_definition(operator, replace(STAGE_5, height=4, width=4), shim)
 
@@ -65,7 +65,7 @@ def test_matches_the_definition_with_the_channels_of_the_last_stage(operator: st
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator not in STATISTICS])
 def test_uses_tf32_if_allowed(operator: str, shim: Any) -> None:
     at = 1 if operator == "pair_covariance" else 0
-    for sizes in SMALL[:5]:
+    for sizes in SMALL[:4]:
         exact = sample(operator, sizes)
         tensors, want = tuple(x.float() for x in exact), wanted(operator, exact, sizes)
         got, accurate = run_kernels(operator, tensors, sizes, shim, tf32=True), run_kernels(operator, tensors, sizes, shim)

@@ -380,7 +380,7 @@ def test_counts_the_same_flops_as_unfused(kind: str, transformation: str) -> Non
 def small(kind: str) -> nn.Module:
     """A whole network."""
     torch.manual_seed(0)
-    model = san.create_model(f"san10_{kind}", 10, num_stages=1, width_mult=0.5)
+    model = san.create_model(f"san10_{kind}", 10, depths=(1,), widths=(32,))
     randomize_vectors(model)
     return model
 
@@ -406,7 +406,7 @@ def test_compiles_to_one_graph(kind: str, training: bool) -> None:
     assert FUSED[kind] in forward and f"{FUSED[kind]}_backward" in backward
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["pairwise", pytest.param("patchwise", marks=pytest.mark.slow)])
 def test_compiles_for_any_size(kind: str) -> None:
     torch.compiler.reset()
     module = Setting(kind).module()

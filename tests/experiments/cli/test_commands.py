@@ -1,11 +1,13 @@
 """Commands of `san` that train nothing, and the error messages for invalid input."""
 
+import functools
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +16,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import san
 from experiments.cli import cli
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import GRIDS_DIR, expand, profile_path
 from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_rows, table_names
 from experiments.runs.workspace import default_runs
-from san import create_model, list_models, load_checkpoint, save_checkpoint
+from experiments.training import images
+from san import create_model, load_checkpoint, save_checkpoint
 from san.models.released import save_released_checkpoint
 from tests.experiments.conftest import SMALL_GRID, Printed, Rejected, San
 
@@ -41,13 +45,14 @@ def test_models_are_listed_with_their_fields(printed: Printed) -> None:
     assert printed("models", "resnet26").split()[:2] == ["resnet26", "depths=[1,2,4,1]"]
 
 
-def test_complexity_of_a_grid_as_json(printed: Printed) -> None:
-    rows = json.loads(printed("complexity", "--grid", GRIDS_DIR / "relation.yaml", "--json"))
-    assert [row["id"] for row in rows] == list(paper_rows("relation"))
+def test_complexity_as_json(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a grid's rows, or of all named models."""
+    rows = json.loads(printed("complexity", "--grid", GRIDS_DIR / "position.yaml", "--json"))
+    assert [row["id"] for row in rows] == list(paper_rows("position"))
     by_id = {row["id"]: row for row in rows}
-    assert by_id["pairwise_subtraction"]["flops_paper"] == 2_155_268_622
-    assert by_id["patchwise_concatenation"]["params"] == 11_841_124
-    assert [row["id"] for row in json.loads(printed("complexity", "--json"))] == list_models()
+    assert (by_id["pairwise_relative"]["params"], by_id["pairwise_relative"]["flops_paper"]) == (10_531_848, 2_155_268_622)
+    monkeypatch.setattr(san, "list_models", lambda: ["resnet26", "san10_pairwise"])
+    assert [row["id"] for row in json.loads(printed("complexity", "--json"))] == ["resnet26", "san10_pairwise"]
 
 
 def test_complexity_as_text_shows_the_numbers_of_the_paper_for_its_image_size(printed: Printed) -> None:
@@ -73,16 +78,16 @@ def test_plan_of_some_rows_and_seeds_as_json(printed: Printed) -> None:
     assert not any(trial["finished"] for trial in trials)
 
 
-def test_plan_leaves_no_file_behind(tmp_path: Path) -> None:
+def test_plan_leaves_no_file_behind(tmp_path: Path, printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a missing dataset in a mistyped `data.root`, nor temporary files."""
-    places = {name: tmp_path / name for name in ("TMPDIR", "SAN_RUNS")}
-    for folder in places.values():
-        folder.mkdir()
-    variables = {name: str(folder) for name, folder in places.items()} | {"PYTHONPATH": str(PROJECT_DIR), "RAY_ADDRESS": ""}
-    command = [sys.executable, "-m", "experiments", "plan", str(SMALL_GRID), f"data.root={tmp_path / 'imagnet'}"]
-    done = subprocess.run(command, env=os.environ | variables, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "3 trials, 3 to train" in done.stdout
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)  # which it remembers
+    monkeypatch.setattr(images, "_temporary", functools.cache(images._temporary.__wrapped__))
+    monkeypatch.chdir(tmp_path)
+    assert "3 trials, 3 to train" in printed("plan", SMALL_GRID, f"data.root={tmp_path / 'imagnet'}")
+    assert Path(images._temporary().name).parent == tmp_path / "temporary"
+    images._temporary().cleanup()  # Python does so at the end of a process
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

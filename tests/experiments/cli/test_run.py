@@ -12,6 +12,7 @@ from torch import nn
 
 import san
 from cluster.errors import LostError
+from experiments.cli import report
 from experiments.cli.run import run, study
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR
@@ -70,6 +71,14 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.fixture
+def plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the page and the plot of a grid by empty files."""
+    monkeypatch.setattr(report, "page", lambda found: "")
+    monkeypatch.setattr(report, "save_plot", lambda *arguments: arguments[-1].touch())
+
+
+@pytest.mark.usefixtures("plain_report")
 def test_equal_trials_are_trained_once(open_text: OpenGrid, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Equal rows of a grid, rows of another grid, and all rows when the command is repeated."""
     grid_run = open_text(EQUAL_ROWS)
@@ -124,6 +133,7 @@ def test_report_in_mlflow_is_current(open_text: OpenGrid, trained: list[str], mo
     assert status == "FINISHED" and "| b | 77.0 |" in files["table.md"] and "77.0" in files["report.html"]
 
 
+@pytest.mark.usefixtures("plain_report")
 def test_grid_with_other_overrides_has_its_own_report_and_claim(open_text: OpenGrid, trained: list[str]) -> None:
     text = "{question: q, rows: [{id: a, model: {name: resnet26}}]}"
     plain, changed = open_text(text), open_text(text, "first", "recipe.lr=0.3")
@@ -226,6 +236,7 @@ def finish_at_speed(grid_run: GridRun, images_per_second: float, hours: float = 
     tracked.finish()
 
 
+@pytest.mark.usefixtures("plain_report")
 def test_cheapest_trials_start_first(open_text: OpenGrid, trained: list[str]) -> None:
     """The cost is estimated from measured speeds, or from FLOPs, images and epochs."""
     rows = [
@@ -251,6 +262,7 @@ def test_cheapest_trials_start_first(open_text: OpenGrid, trained: list[str]) ->
     assert [trial.row for trial in plan(grid_run)] == [trial.row for trial in grid_run.trials]
 
 
+@pytest.mark.usefixtures("plain_report")
 def test_trial_that_another_command_trains_is_skipped(
     open_text: OpenGrid, trained: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +279,7 @@ def test_trial_that_another_command_trains_is_skipped(
     assert trained == ["first/other", "first/plain"]
 
 
-@pytest.mark.usefixtures("trained")
+@pytest.mark.usefixtures("trained", "plain_report")
 def test_run_that_loses_its_trials_can_be_repeated(open_text: OpenGrid, run_san: San, monkeypatch: pytest.MonkeyPatch) -> None:
     grid_run = open_text(EQUAL_ROWS)
     command = "run", grid_run.request.grid, "--serial", "--runs", grid_run.workspace.runs
@@ -305,6 +317,7 @@ def test_reports_failed_trials_and_results_that_mlflow_did_not_accept(
             run(grid_run, None)
 
 
+@pytest.mark.usefixtures("plain_report")
 def test_study_trains_every_trial_once_and_writes_its_page(
     trained: list[str], runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

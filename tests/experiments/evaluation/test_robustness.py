@@ -25,12 +25,21 @@ from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from pipelines.transform import MANIPULATIONS
 from tests.experiments.conftest import Rejected, Trained, WriteGrid
-from tests.experiments.evaluation.test_attack import ATTACKS, opened, pixels_of
+from tests.experiments.evaluation.test_attack import ATTACKS, LARGE, opened, pixels_of
 from tests.experiments.samples import runs_of
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("measure", [Rotation("rotate90"), Rotation("none"), *ATTACKS], ids=str)
+@pytest.mark.parametrize(
+    "measure",
+    [
+        Rotation("rotate90"),
+        Rotation("none"),
+        LARGE,
+        *(pytest.param(a, marks=pytest.mark.slow) for a in ATTACKS if a is not LARGE),
+    ],
+    ids=str,
+)
 def test_batch_size_changes_results_only_by_rounding(measure: Callable[..., dict[str, float]], trained: Trained) -> None:
     """In float32, batches of other sizes are summed in another order. This may change the class of an image and the signs of an
     attack's tiny gradients. In float64, rounding is too small for that."""
@@ -87,40 +96,41 @@ def grid_run(write_grid: WriteGrid, runs: Path) -> GridRun:
     return open_grid_run(GridRequest(write_grid(GRID, "turned.yaml"), "digits", (), runs, serial=True))
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, LostError])
 def test_grid_measures_only_missing_conditions(
-    end: type[BaseException],
-    grid_run: GridRun,
-    started: list[tuple[str, object]],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    grid_run: GridRun, started: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The measurements of a row are interrupted by the user, and then by the loss of all nodes."""
     progress = execute.MeasureProgress
+    conditions = PROTOCOLS["rotation"].conditions
+    ends: dict[str, type[BaseException]] = {"cw90": KeyboardInterrupt, "cw180": LostError}
 
     class Interrupted(progress):  # type: ignore[misc, valid-type]
         def progress(self, key: str, metrics: Mapping[str, float]) -> None:
             super().progress(key, metrics)
-            if key == grid_run.trials[1].key and metrics["condition"] == 1:
-                raise end
+            if key == grid_run.trials[1].key:
+                end = ends.get(self.tasks[key].conditions[int(metrics["condition"])].name)
+                if end is not None:
+                    raise end
 
     monkeypatch.setattr(execute, "MeasureProgress", Interrupted)
-    with pytest.raises(end):
-        run(grid_run, None)
-    assert sorted(key for key, _ in started) == sorted(2 * [trial.key for trial in grid_run.trials])  # trained, then measured
-    assert [run.info.status for run in runs_of(grid_run, "grid")] == ["KILLED"]
-    unfinished = [cell for cell in measurements_of(grid_run, known_results(grid_run)) if cell.ours is None]
-    assert {(cell.row, cell.condition) for cell in unfinished} == {
-        ("not_in_the_paper", condition) for condition in ("cw180", "cw270", "upside_down")
-    }
+    keys = [trial.key for trial in grid_run.trials]
+    for begun, end, left in ((2 * keys, KeyboardInterrupt, conditions[2:]), (keys[1:], LostError, conditions[3:])):
+        started.clear()
+        with pytest.raises(end):
+            run(grid_run, None)
+        assert sorted(key for key, _ in started) == sorted(begun)  # trained, then measured
+        assert [run.info.status for run in runs_of(grid_run, "grid")] == ["KILLED"]
+        unfinished = [cell for cell in measurements_of(grid_run, known_results(grid_run)) if cell.ours is None]
+        assert {(cell.row, cell.condition) for cell in unfinished} == {("not_in_the_paper", each.name) for each in left}
 
     monkeypatch.setattr(execute, "MeasureProgress", progress)
     started.clear()
     capsys.readouterr()
     assert run(grid_run, None)
     (task,) = (value for _, value in started)
-    assert isinstance(task, MeasureTask) and task.conditions == PROTOCOLS["rotation"].conditions[2:]
+    assert isinstance(task, MeasureTask) and task.conditions == left
     out, err = capsys.readouterr()
-    assert "1 trial to measure" in err and "not_in_the_paper cw180: top-1 " in err
+    assert "1 trial to measure" in err and "not_in_the_paper cw270: top-1 " in err
     results = known_results(grid_run)
     metrics = {trial.row: results[trial.key].metrics for trial in grid_run.trials}
     found = {(cell.row, cell.condition, cell.number): cell for cell in measurements_of(grid_run, results)}

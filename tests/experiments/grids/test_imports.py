@@ -1,8 +1,9 @@
 """Files of the user in grids: they register rows, travel to workers as source, and are part of keys."""
 
-import subprocess
+import pickle
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -10,7 +11,7 @@ import cloudpickle
 import pytest
 
 import experiments
-from experiments.grids.config import PROJECT_DIR
+from experiments.grids.imports import import_sources
 from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from san.models.registry import VARIANTS
@@ -41,16 +42,23 @@ rows:
 """
 
 
+@contextmanager
+def as_in_a_new_process() -> Iterator[None]:
+    """At the end of the block, its imports are forgotten."""
+    with patch.dict(VARIANTS), patch.dict(PAIRWISE):
+        yield
+    for name in [name for name in sys.modules if name.startswith("san_import_")]:
+        del sys.modules[name]
+
+
 @pytest.fixture
 def grid(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "mine.py").write_text(FILE)
     path = tmp_path / "mine.yaml"
     path.write_text(GRID)
-    with patch.dict(VARIANTS), patch.dict(PAIRWISE):
+    with as_in_a_new_process():
         yield path
-    for name in [name for name in sys.modules if name.startswith("san_import_")]:
-        del sys.modules[name]
 
 
 def test_rows_use_what_a_file_registers(grid: Path) -> None:
@@ -110,19 +118,15 @@ def test_file_that_was_edited_and_restored_is_imported_again(grid: Path) -> None
 
 def test_worker_needs_only_the_trial(grid: Path) -> None:
     """On another node, the file itself does not exist. The key is the same there."""
-    trial, twin = expand(grid)["model"], expand(grid)["model"]
+    with as_in_a_new_process():
+        trial, twin = expand(grid)["model"], expand(grid)["model"]
+        pickled = cloudpickle.dumps(trial)  # before it has computed its key
+        key = twin.key
     (grid.parent / "code" / "mine.py").unlink()
-    code = """
-import sys, pickle
-from experiments.grids.imports import import_sources
-trial = pickle.load(sys.stdin.buffer)
-import_sources(trial.imports)
-print(trial.key, trial.config.model.spec().build(10).num_classes)
-"""
-    pickled = cloudpickle.dumps(trial)  # before it has computed its key
-    done = subprocess.run([sys.executable, "-c", code], input=pickled, cwd=PROJECT_DIR, capture_output=True, check=True)
-    (grid.parent / "code" / "mine.py").write_text(FILE)
-    assert done.stdout.decode().split() == [twin.key, "10"]
+    assert "tiny" not in VARIANTS
+    arrived = pickle.loads(pickled)
+    import_sources(arrived.imports)
+    assert (arrived.key, arrived.config.model.spec().build(10).num_classes) == (key, 10)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ CALLS = (
 
 
 @pytest.mark.parametrize("is_answer_lost", [False, True])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [*(pytest.param(call, marks=pytest.mark.slow) for call in CALLS[:-2]), *CALLS[-2:]])
 def test_trial_is_registered_once(
     call: str, is_answer_lost: bool, open_small_grid: OpenGrid, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

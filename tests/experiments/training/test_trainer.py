@@ -17,7 +17,7 @@ from experiments.training.engine import Engine
 from experiments.training.metrics import Scores
 from experiments.training.trainer import run_trial
 from experiments.training.watchdog import Watchdog
-from tests.experiments.conftest import OpenGrid, Place, Trained
+from tests.experiments.conftest import HELD_OUT, OpenGrid, Place, Trained
 from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.samples import ALWAYS, SHORT, silent, without_times
 
@@ -91,7 +91,8 @@ def test_trial_resumes_with_another_number_of_workers(open_small_grid: OpenGrid,
 
 
 def test_validates_every_few_epochs_and_after_the_last(open_small_grid: OpenGrid) -> None:
-    grid_run = open_small_grid(*SHORT, "recipe.epochs=5", "recipe.validate_every_n_epochs=2", "recipe.drop_path=0.2")
+    options = ("recipe.epochs=5", "recipe.validate_every_n_epochs=2", "recipe.drop_path=0.2")
+    grid_run = open_small_grid(*SHORT, *HELD_OUT[:2], *options)
     trial = grid_run.trials[0]
     model = run_trial(grid_run.workspace, trial, silent)
     assert max(getattr(module, "drop_path_rate", 0.0) for module in model.modules()) == 0.2
@@ -129,12 +130,13 @@ def test_slow_steps_are_checked_one_by_one(open_small_grid: OpenGrid) -> None:
 
 def test_trial_saves_its_work_when_it_is_asked_to_stop(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "SECONDS_BETWEEN_CHECKS", -1.0)
-    grid_run = open_small_grid(*SHORT)
+    grid_run = open_small_grid(*SHORT, "recipe.epochs=1")
+    trial = resnet(grid_run)
     first: list[Mapping[str, float]] = []
-    run_trial(grid_run.workspace, grid_run.trials[0], first.append, should_stop=lambda: True)
+    run_trial(grid_run.workspace, trial, first.append, should_stop=lambda: True)
     assert [(report["interrupted"], report["epoch"], report["step"]) for report in first] == [(1, 0, 1)]
     again: list[Mapping[str, float]] = []
-    run_trial(grid_run.workspace, grid_run.trials[0], again.append)
+    run_trial(grid_run.workspace, trial, again.append)
     assert (again[0]["epoch"], again[0]["step"]) == (0, 2)
 
 
@@ -153,7 +155,7 @@ def test_trial_ends_after_an_epoch_if_it_should_not_continue(open_small_grid: Op
 
 def test_non_finite_validation_loss_is_not_saved(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
     grid_run = open_small_grid(*SHORT)
-    trial = grid_run.trials[0]
+    trial = resnet(grid_run)
     monkeypatch.setattr("experiments.training.trainer.evaluate", lambda *arguments: Scores(float("nan"), 10.0, 50.0, 360, None))
     with pytest.raises(FloatingPointError, match="validation loss after epoch 0; last good checkpoint: none"):
         run_trial(grid_run.workspace, trial, silent)
@@ -164,7 +166,7 @@ def test_non_finite_validation_loss_is_not_saved(open_small_grid: OpenGrid, monk
 def test_non_finite_weights_are_not_saved(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of the second step is finite, but the weights after it are not."""
     grid_run = open_small_grid(*SHORT, *ALWAYS)
-    trial = grid_run.trials[0]
+    trial = resnet(grid_run)
     step, calls = Engine.train_step, []
 
     def ruin(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
