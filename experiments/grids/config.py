@@ -138,18 +138,12 @@ def model_errors(model: ModelConfig, size: int) -> Iterator[tuple[str, str]]:
         return
     try:
         model.spec().check_input(size)
-        _try_build(model.spec())
+        with torch.device("meta"):
+            model.spec().build(num_classes=2)
     except ChoiceError as error:
         yield f"model.{error.field}", f"{error}; {IMPORT_HINT}"
     except ModelError as error:
         yield "model", str(error)
-
-
-@functools.cache
-def _try_build(spec: ModelSpec) -> None:
-    """Raises ModelError if the model cannot be built. Cached, because large grids have few models."""
-    with torch.device("meta"):
-        spec.build(num_classes=2)
 
 
 class DataConfig(Strict):
