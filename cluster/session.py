@@ -137,17 +137,18 @@ def start_ray(start: Callable[[], T]) -> T:
     Raises:
         ClusterError: all attempts failed.
     """
-    for attempt in range(1, _ATTEMPTS + 1):
+    attempt = 1
+    while True:
         others = psutil.Process().children(recursive=True)
         try:
             return start()
         except Exception as error:  # Ray raises Exception itself
             kill_descendants(others)
-            reason = _reason(error)
             if attempt == _ATTEMPTS:
-                raise ClusterError(f"Ray did not start on this machine ({reason})") from error
-        print(f"Ray did not start ({reason}); starting it again ({attempt + 1} of {_ATTEMPTS})", file=sys.stderr, flush=True)
-    raise AssertionError
+                raise ClusterError(f"Ray did not start on this machine ({_reason(error)})") from error
+            attempt += 1
+            again = f"starting it again ({attempt} of {_ATTEMPTS})"
+            print(f"Ray did not start ({_reason(error)}); {again}", file=sys.stderr, flush=True)
 
 
 def _reason(error: Exception) -> str:
