@@ -133,12 +133,13 @@ setup: $(VENV)/.installed
 
 # torch comes first and through pip, which may know a copy that uv does not: deepspeed's build looks for it. That build also probes
 # its CUDA operators, of which we use none, and would fail on a machine with a GPU but no CUDA toolkit: DS_IGNORE_CUDA_DETECTION.
-# uv installs the rest in a tenth of pip's time; if it fails (say, behind a proxy that only pip knows), pip does.
+# uv installs the rest in a tenth of pip's time; if it fails (say, behind a proxy that only pip knows), pip does. Compiled as by pip:
+# otherwise, where Python may not write byte code, each process compiles MLflow and pandas again.
 $(VENV)/.installed: requirements.txt setup.py pyproject.toml
 	@$(STEP) "environment $(VENV)" $(PYTHON) -m venv $(VENV)
 	@$(STEP) "torch" $(BIN)/pip install $$(grep -E '^(torch|setuptools|wheel|uv)==' requirements.txt)
 	@$(STEP) "pinned dependencies" env DS_IGNORE_CUDA_DETECTION=1 VIRTUAL_ENV=$(VENV) sh -c '\
-	  $(BIN)/uv pip install --system-certs --no-deps --no-build-isolation-package deepspeed -r requirements.txt || \
+	  $(BIN)/uv pip install --compile-bytecode --system-certs --no-deps --no-build-isolation-package deepspeed -r requirements.txt || \
 	  $(BIN)/pip install --no-build-isolation -r requirements.txt'
 	@$(STEP) "the project itself" $(BIN)/pip install -qq --no-build-isolation --no-deps -e .
 	@touch $@
