@@ -14,7 +14,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -45,8 +44,13 @@ def same_start() -> Iterator[None]:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-    with patch.dict(os.environ):
-        yield
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    for name, value in before.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="module", autouse=True)

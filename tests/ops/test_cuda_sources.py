@@ -81,9 +81,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
     folder = tmp_path_factory.mktemp("nvcc")
     toolchain = build.Toolchain.find(cuda=True)
 
+    environment = dict(os.environ)  # pytest changes the original while a thread starts a process
+
     def compile(source: Path) -> Compilation:
         command = build.compile_command(source, folder / f"{source.name}.o", toolchain)
-        return subprocess.run([*command, "-Werror", "all-warnings", "-Xptxas", "-v"], capture_output=True, text=True)
+        command += ["-Werror", "all-warnings", "-Xptxas", "-v"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     with (
         pytest.MonkeyPatch.context() as patch,
