@@ -1,6 +1,6 @@
 """A sweep in this process, without Ray: one trial after the other, for breakpoints, profilers and tests.
 
-Also what every sweep tells about its trials; this file does not import Ray.
+`Outcome` and `Observer` belong to every sweep. They are here because this file does not import Ray.
 """
 
 import textwrap
