@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import signal
 import socket
 import stat
@@ -108,6 +109,8 @@ def _connect(address: str | None) -> None:
     if address is None:
         # Without the dashboard, whose dozen processes take seconds to start.
         local: dict[str, Any] = {"address": "local", "num_cpus": available_cpus(), "include_dashboard": False}
+        if (python := shlex.quote(sys.executable)) != sys.executable:  # Ray passes it to a shell without quotes
+            local["runtime_env"] = {"py_executable": python}
         start_ray(lambda: ray.init(**local, _temp_dir=str(private_folder() / "ray"), **quiet))
         with suppress(OSError):  # Ray creates the token with the default permissions
             Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").chmod(0o600)

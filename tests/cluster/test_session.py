@@ -62,6 +62,22 @@ def is_alive(process: subprocess.Popen[bytes]) -> bool:
     return psutil.pid_exists(process.pid)
 
 
+_TASK_WITH_VARIABLES = """
+import sys, ray, cluster.session
+with cluster.session.session():
+    task = ray.remote(lambda: sys.executable).options(runtime_env={"env_vars": {"SET_BY": "Tune"}})
+    print(ray.get(task.remote(), timeout=240))
+"""
+
+
+@pytest.mark.slow
+def test_trials_start_where_the_path_of_python_has_a_space(tmp_path: Path) -> None:
+    (tmp_path / "wörk dir").symlink_to(sys.prefix)
+    python = tmp_path / "wörk dir/bin/python"
+    run = subprocess.run([python, "-c", _TASK_WITH_VARIABLES], capture_output=True, text=True)
+    assert (run.stdout, run.returncode) == (f"{python}\n", 0), run.stderr
+
+
 def test_ray_is_started_again_without_the_processes_of_the_failed_start(capsys: pytest.CaptureFixture[str]) -> None:
     """As after Ray's limit for its start. After three attempts, the error is for the user."""
     started: list[subprocess.Popen[bytes]] = []
