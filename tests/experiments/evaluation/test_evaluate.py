@@ -161,7 +161,7 @@ def test_rejects(trained: Trained, files: Path, tmp_path: Path, rejected: Reject
         (f"models:/{MODEL}@loser --runs {{runs}}", ["@loser"]),
         (f"models:/{MODEL} --runs {{runs}}", [f"models:/{MODEL}", "/VERSION"]),
         ("{empty}", ["no readable checkpoint of a complete epoch"]),
-        (str(SMALL_GRID), ["small.yaml", "torch.save"]),
+        ("{grid}", ["small.yaml", "torch.save"]),
         ("{files}/flipped_bit.pt", ["flipped_bit.pt: "]),
         ("{files}/tensor.pt", ["tensor.pt", "Tensor"]),
         ("{files}/no_weights.pt", ["no_weights.pt", "no state dict"]),
@@ -176,8 +176,8 @@ def test_rejects(trained: Trained, files: Path, tmp_path: Path, rejected: Reject
         ("{trial} recipe.lr=1", ["recipe.lr", "data.*"]),
         ("{trial} data.source=folder data.split=val-original data.root={files}/10_classes", ["'0' instead of 'class0'"]),
     ):
-        filled = arguments.format(empty=tmp_path, runs=runs, files=files, trial=trained.folder)
-        message = rejected("evaluate", *filled.split())
+        names = {"empty": tmp_path, "runs": runs, "files": files, "grid": SMALL_GRID, "trial": trained.folder}
+        message = rejected("evaluate", *(argument.format(**names) for argument in arguments.split()))
         assert message.startswith("san: ") and len(message.splitlines()) == 1, message
         assert all(word in message for word in words), message
 
