@@ -3,12 +3,13 @@
     git worktree add ../before REVISION
     python -m tests.benchmarks.versions --before ../before [--threads 1] [--rounds 5] [--only 224]
     python -m tests.benchmarks.versions bfloat16 compiled
+    python -m tests.benchmarks.versions "memory kept" AVX2
 
 Every round runs each variant in turn in a process of its own, so that disturbances affect all; a process reports its fastest
 step. Ratios are the first variant / another one within a round: median and range. `memory kept` has the settings of glibc that
-`san run` uses, `bfloat16` trains and evaluates under autocast, and `compiled` uses torch.compile, whose first training step and
-first evaluation are listed. Inputs and gradients are random; networks at 32x32 halve the image three times and
-have half the width and 64 images, those at 224x224 are complete and have four.
+`san run` uses, `AVX2` also chooses the code for processors without AVX-512, `bfloat16` trains and evaluates under autocast, and
+`compiled` uses torch.compile, whose first training step and first evaluation are listed. Inputs and gradients are random;
+networks at 32x32 halve the image three times and have half the width and 64 images; those at 224x224 are complete and have 4.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.benchmarks.tables import spread, table
+from tests.every_isa import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "2147483647", "MALLOC_TOP_PAD_": "67108864"}
@@ -40,6 +42,7 @@ class Variant:
 WAYS = {
     "memory kept": Variant(environment=KEEP_MEMORY),
     "bfloat16": Variant(half=True),
+    "AVX2": Variant(environment=KEEP_MEMORY | SETTINGS["AVX2"]),
     "compiled": Variant(environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}, compiled=True),
 }
 NETWORKS = {
