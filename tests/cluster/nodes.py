@@ -23,6 +23,7 @@ from cluster.serial import ReportFn
 from cluster.session import session, start_ray
 from cluster.sweep import sweep
 from tests.cluster.functions import Shouting
+from tests.cluster.heads import skip_unless_ray_can_start
 from tests.experiments.drivers import PATIENCE
 
 # Ray notices a killed node at once, and one without a network after 15 s. A busy node may take as long to answer.
@@ -148,6 +149,7 @@ def _parent(pid: int) -> int | None:
 
 @contextmanager
 def nodes(head_cpus: int, network: Network | None = None) -> Iterator[Nodes]:
+    skip_unless_ray_can_start()
     several = Nodes(head_cpus, network)
     try:
         yield several
