@@ -181,7 +181,9 @@ def reader(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.compiles] if page.endswith("export.md") else []) for page in PAGES]
+)
 def test_a_page_does_what_it_says(page: str, reader: Reader) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     found = list(blocks(text))

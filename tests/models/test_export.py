@@ -102,6 +102,7 @@ def results(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.compiles
 @pytest.mark.xfail(torch.__version__ < (2, 13), reason="inductor cannot compare symbolic strides on the CPU")
 def test_compiled_model_accepts_images_of_any_size() -> None:
     """`dynamic=True` makes sizes symbolic in the first call; otherwise a second size would do so."""
@@ -130,6 +131,7 @@ def test_exports_without_our_operators_for_any_size(sizes: Sizes) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.compiles
 def test_an_aot_inductor_package_takes_any_size(tmp_path: Path) -> None:
     model = made("patchwise", ONE_BLOCK)
     with torch.no_grad():

@@ -88,6 +88,7 @@ def test_two_workers_train_like_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.compiles
 def test_several_models_can_be_compiled_in_one_process() -> None:
     """A process may train many trials, and torch limits how often it compiles the same code."""
     x, labels = batches()[0]
@@ -143,7 +144,7 @@ OPTIONS = [
     pytest.param({"grad_accum_steps": 3}, {}, id="accumulation"),
     pytest.param({"precision": "bfloat16"}, {}, id="bfloat16"),
     pytest.param({"momentum": 0.0}, {}, id="without momentum"),
-    pytest.param({}, {"compile": True}, id="compiled", marks=pytest.mark.slow),
+    pytest.param({}, {"compile": True}, id="compiled", marks=[pytest.mark.slow, pytest.mark.compiles]),
     pytest.param({"mixup_alpha": 0.4, "ema_decay": 0.9, "grad_accum_steps": 2, "precision": "bfloat16"}, {}, id="several"),
 ]
 
