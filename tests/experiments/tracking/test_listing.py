@@ -20,7 +20,7 @@ def test_runs_of_the_same_name_are_listed_with_their_differences(open_small_grid
     grid_run.tracker.open(longer.trials[1])  # killed before it logged its settings
     listed = {run.key: run.differs for run in list_runs(grid_run.workspace.tracking_uri, None)}
     assert listed == {
-        first.key: "recipe.epochs=18 recipe.lr=0.2",
+        first.key: "recipe.epochs=18 recipe.lr=0.1",
         again.key: "recipe.epochs=5 recipe.lr=0.3",
         grid_run.trials[1].key: "",
         longer.trials[1].key: "",
