@@ -126,7 +126,7 @@ def test_trial_is_registered_once(
 
 
 def test_other_trial_of_a_row_is_another_version(open_small_grid: OpenGrid, trained: Trained) -> None:
-    for overrides in ((), ("recipe.lr=0.1",)):  # another trial of the row, like another seed
+    for overrides in ((), ("recipe.lr=0.3",)):  # another trial of the row, like another seed
         grid_run = open_small_grid(*overrides)
         finish(grid_run, trained.best)
     assert {(version.name, version.version) for version in versions(grid_run)} == {

@@ -143,7 +143,7 @@ def test_mlflow_run_has_the_learning_rate_and_the_numbers_of_workers(open_small_
     grid_run.tracker.client.log_param(run.run_id, "resources.workers", 7)
     run.describe(grid_run.trials[0], san.complexity(grid_run.trials[0].config.model.spec().build(10), 24))
     params = grid_run.tracker.client.get_run(run.run_id).data.params
-    assert (params["recipe.lr"], params["recipe.lr_used"], params["recipe.ema_decay"]) == ("0.2", "0.4", "0.0")
+    assert (params["recipe.lr"], params["recipe.lr_used"], params["recipe.ema_decay"]) == ("0.1", "0.2", "0.0")
     assert params["resources.workers"] == "7"
 
 
@@ -163,7 +163,7 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
 
     assert [option for option in OFF.split() if key(option) != key()] == []
     assert len({key(), *map(key, ON.split())}) == len(ON.split()) + 1
-    assert key("lr=0.1", "lr_batch_size=16") == key(), "only the scaled rate is part of the key"
+    assert key("lr=0.05", "lr_batch_size=16") == key(), "only the scaled rate is part of the key"
 
 
 @pytest.mark.parametrize(
