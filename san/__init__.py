@@ -17,7 +17,7 @@ from san.models import (
     save_checkpoint,
     save_released_checkpoint,
 )
-from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, attention_weights, register_relation
+from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, attention_weights, fold, register_relation
 
 __version__ = "0.1.0"  # setup.py reads it here
 
@@ -30,6 +30,7 @@ __all__ = [
     "attention_weights",
     "complexity",
     "create_model",
+    "fold",
     "list_models",
     "load_checkpoint",
     "load_released_checkpoint",

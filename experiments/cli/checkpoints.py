@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, RUNS, as_value
+from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, RUNS, FilePath, as_value
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def robustness(
 @IMPORT_NOW
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     default="attention.png",
     show_default=True,
     metavar="FILE.png",
@@ -189,7 +189,7 @@ def robustness(
 )
 @click.option(
     "--html",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     metavar="FILE.html",
     help="Write an interactive page with all layers and pixels instead of a PNG file.",
 )

@@ -25,6 +25,7 @@ from experiments.cli.options import (
     RUNS,
     SERIAL,
     TAKE_OVER,
+    FilePath,
     grid_options,
     not_empty,
     printable,
@@ -157,10 +158,10 @@ def _hours(hours: Hours | None) -> str:
     show_default=True,
     help="Table format. Formats other than text print only the table.",
 )
-@click.option("--html", type=click.Path(path_type=Path), help="Write the table, plots and curves to this HTML file.")
+@click.option("--html", type=FilePath(), help="Write the table, plots and curves to this HTML file.")
 @click.option(
     "--csv",
-    type=click.Path(path_type=Path, allow_dash=True),
+    type=FilePath(allow_dash=True),
     help="Write one line per trial, with settings, counts and final metrics, to this CSV file. - prints only these lines.",
 )
 @AS_JSON
@@ -208,13 +209,13 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
 @ADDRESS
 @click.option(
     "--page",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help="Markdown page to write, with its plots in the same folder.  [default: docs/results/PROFILE/study.md]",
 )
 @click.option(
     "--results",
     "kept",
-    type=click.Path(path_type=Path),
+    type=FilePath(),
     help="CSV file of finished trials, which are not trained again.  [default: docs/results/PROFILE/trials.csv]",
 )
 @click.option("--train/--no-train", default=True, help="Train missing trials, or only collect results and write the page.")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from experiments.cli.options import AS_JSON, printable
+from experiments.cli.options import AS_JSON, FilePath, printable
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
-ROOT = click.argument("root", type=click.Path(path_type=Path))
+ROOT = click.argument("root", type=FilePath())
 SPLITS = click.option(
     "--split", "splits", multiple=True, help="Split to read; can be given several times.  [default: train and val]"
 )
-LISTS = click.option("--lists", type=click.Path(path_type=Path), help="Folder of the image lists.  [default: ROOT]")
+LISTS = click.option("--lists", type=FilePath(), help="Folder of the image lists.  [default: ROOT]")
 WORKERS = click.option(
     "--workers",
     type=click.IntRange(1, 1024),
@@ -59,11 +59,11 @@ def data() -> None:
 
 @data.command()
 @click.argument("name", type=click.Choice(["cifar10", "cifar100", "digits"]))
-@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@click.argument("folder", type=FilePath(), required=False)
 @click.option(
     "--from",
     "source",
-    type=click.Path(path_type=Path, exists=True),
+    type=FilePath(exists=True),
     help="CIFAR: the official archive (binary version), or an archive or folder of train/CLASS and val/CLASS, instead of a "
     "download.",
 )
@@ -218,7 +218,7 @@ def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bo
 
 @data.command()
 @ROOT
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=FilePath())
 @SPLITS
 @click.option("--shard-size", type=Size(), default="256MiB", show_default=True, help="Maximum size of a tar file.")
 @LISTS

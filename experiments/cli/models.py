@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, as_value
+from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, FilePath, as_value
 from experiments.errors import UserError
 
 
@@ -61,9 +61,7 @@ def doctor() -> None:
 @click.command()
 @click.argument("name", required=False)
 @OVERRIDES
-@click.option(
-    "--grid", type=click.Path(path_type=Path), help="Count every row of this grid at full size, next to the paper's counts."
-)
+@click.option("--grid", type=FilePath(), help="Count every row of this grid at full size, next to the paper's counts.")
 @click.option("--size", type=click.IntRange(1, 100_000), default=224, show_default=True, help="Image side in pixels.")
 @click.option("--stages", is_flag=True, help="Also print one line per stage (always on for a single model).")
 @IMPORT_NOW

@@ -33,6 +33,16 @@ def import_now(_context: click.Context, _option: click.Parameter, paths: Sequenc
     import_files(paths)
 
 
+class FilePath(click.Path):
+    """A path, in which `~` is the home folder also where no shell has replaced it, as in `--csv=~/results.csv`."""
+
+    def __init__(self, exists: bool = False, allow_dash: bool = False) -> None:
+        super().__init__(exists=exists, allow_dash=allow_dash, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(Path(value).expanduser(), param, ctx)
+
+
 class _Grid(click.ParamType[Path]):
     """The path of a grid's file, or the name of a grid of this project."""
 

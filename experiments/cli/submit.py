@@ -102,6 +102,11 @@ def stage(request: GridRequest, folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def _is_on_the_cluster(path: str | Path) -> bool:
+    """Whether the path does not depend on the folder of a job; `~` is the home folder there."""
+    return str(path).startswith("~") or PurePosixPath(path).is_absolute()
+
+
 def check(request: GridRequest) -> None:
     """Finds errors before anything is uploaded.
 
@@ -112,12 +117,12 @@ def check(request: GridRequest) -> None:
     for config in expand(request, table_names(), resolve_paths=False).configs.values():
         root = config.data.root if config.data.source in ("folder", "shards") else None
         for key, path in {"recipe.init": config.recipe.init, "data.root": root}.items():
-            if path is not None and not PurePosixPath(path).is_absolute():
+            if path is not None and not _is_on_the_cluster(path):
                 raise UserError(f"{key}={path}: a relative path; give an absolute path on the cluster")
     runs = request.runs and str(request.runs)
     if runs is not None and is_uri(runs):
         open_store(runs)
-    elif runs is not None and not PurePosixPath(runs).is_absolute():
+    elif runs is not None and not _is_on_the_cluster(runs):
         raise UserError(
             f"--runs {runs}: a relative path, whose folder Ray deletes after the job; give an absolute path on the cluster"
         )

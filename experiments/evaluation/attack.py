@@ -20,6 +20,7 @@ from experiments.evaluation.protocol import Condition, Ended, Numbers, Protocol
 from experiments.evaluation.rotation import Rotation
 from experiments.grids.transform import transform
 from pipelines import Dataset, Transform
+from san.nn import fold
 
 
 class OnPixels(nn.Module):
@@ -51,7 +52,7 @@ class Attack:
         normalized = transform(opened.config.data)
         pixels = replace(normalized, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # exact pixels
         loader = evaluation_loader(opened, images, pixels, batch)
-        network = OnPixels(opened.model, normalized).eval().to(loader.device)
+        network = OnPixels(fold(opened.model), normalized).eval().to(loader.device)
         targets_N = targets(np.asarray(images.labels), len(images.classes), opened.seed).to(loader.device)
         hits, seen = torch.zeros(2, dtype=torch.int64, device=loader.device), 0
         for pixels_NCHW, labels_N in loader.epoch(0):

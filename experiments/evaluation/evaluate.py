@@ -27,6 +27,7 @@ from pipelines import Dataset, Loader, Transform
 from pipelines.loader import decoding_threads
 from san.models import checkpoint, pretrained, released
 from san.models.base import BaseModel
+from san.nn import fold
 
 ALLOWED_OVERRIDES = ("recipe.batch_size", "resources.cpus")
 """Allowed besides those of `data`."""
@@ -231,7 +232,7 @@ def evaluate_checkpoint(
         DataError: an image cannot be used.
     """
     loader = evaluation_loader(opened, images, transform, batch or opened.config.recipe.batch_size)
-    loss, top1, top5, count, _ = evaluate(opened.model.to(loader.device), loader, ended)
+    loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), loader, ended)
     return Evaluation(
         checkpoint=str(opened.path),
         model=opened.model.spec.name,
@@ -282,7 +283,7 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
             )
         asked = store.uri(f"checkpoints/{asked}")
     if not is_uri(asked):
-        yield Path(asked), None
+        yield Path(asked).expanduser(), None
         return
     opened = open_store(asked)
     file = ""  # the name of what the address names

@@ -468,6 +468,16 @@ def keys_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
     return list(schema.model_fields)
 
 
+def takes_text(key: str) -> bool:
+    """Whether the value of a key such as `data.root` is text, or null."""
+    section, _, name = key.partition(".")
+    field = TrialConfig.model_fields.get(section)
+    schema = field and _schema_in(field.annotation)
+    if not schema or name not in schema.model_fields:
+        return False
+    return schema.model_fields[name].annotation in (str, str | None)
+
+
 def _schema_in(annotation: Any) -> type[BaseModel] | None:
     """The first schema in an annotation such as `tuple[Row, ...]` or `Plot | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -27,9 +28,10 @@ from experiments.grids.config import (
     merged,
     model_errors,
     schema_errors,
+    takes_text,
     value_at,
 )
-from experiments.grids.grid import Grid, Layer, Plot, ProtocolName, Row
+from experiments.grids.grid import LONGEST_ID, Grid, Layer, Plot, ProtocolName, Row
 from experiments.grids.imports import SourceFile, import_files
 from experiments.grids.request import GridRequest
 
@@ -52,7 +54,19 @@ class Expanded:
 
 
 class _Loader(yaml.SafeLoader):
-    """Rejects duplicate keys, of which YAML would silently use the last one."""
+    """Rejects duplicate keys, of which YAML would silently use the last one, and numbers that YAML 1.1 reads in base 8 or 60.
+    Dates are text."""
+
+    def construct_date(self, node: yaml.ScalarNode) -> str:
+        return str(node.value)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        read = self.construct_yaml_int if node.tag.endswith(":int") else self.construct_yaml_float
+        number: int | float = read(node)
+        if ":" in node.value or (isinstance(number, int) and re.fullmatch(r"[-+]?0[0-7_]+", node.value)):
+            problem = f"{node.value} would be read as {number:g}; write the number that you mean, or put a text in quotes"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return number
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         # Keys as written in the file, because a key may override one that `<<` merges.
@@ -62,6 +76,11 @@ class _Loader(yaml.SafeLoader):
         if twice:
             raise yaml.MarkedYAMLError(problem=f"duplicate key {twice[0][1]!r}", problem_mark=node.start_mark)
         return node
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_date)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -87,7 +106,7 @@ def read_grid(path: Path) -> dict[str, Any]:
     while (parent := content.pop("extends", None)) is not None:
         if not isinstance(parent, str):
             raise UserError(f"{files[-1]}: extends: must be the path of a grid, not {parent!r}; an example is comparison.yaml")
-        files.append(files[-1].parent / parent)
+        files.append(files[-1].parent / Path(parent).expanduser())
         if files[-1].resolve() in (file.resolve() for file in files[:-1]):
             raise UserError(f"{files[-2]}: extends: this grid extends itself ({' -> '.join(map(str, files))})")
         content = _with_absolute_imports(files[-1], read_yaml(files[-1])) | content
@@ -97,12 +116,12 @@ def read_grid(path: Path) -> dict[str, Any]:
 def _with_absolute_imports(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(imports := content.get("imports"), list):
         return content
-    return content | {"imports": [os.path.abspath(path.parent / str(file)) for file in imports]}
+    return content | {"imports": [os.path.abspath(path.parent / Path(str(file)).expanduser()) for file in imports]}
 
 
 def grid_path(name: str | Path) -> Path:
     """The file of a grid: a path, or one of the project's grids by its name. Raises UserError for an unknown name."""
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.exists() or path.name != str(name) or path.suffix:
         return path
     known = sorted(file.stem for file in GRIDS_DIR.glob("*.yaml"))
@@ -119,7 +138,7 @@ def profile_path(name: str) -> Path:
     """
     known = {path.stem: path for path in sorted(PROFILES_DIR.glob("*.yaml"), key=lambda path: path.stem)}
     if name.endswith(".yaml"):
-        path = Path(name)
+        path = Path(name).expanduser()
         if path.stem in known and path.resolve() != known[path.stem]:
             raise UserError(f"{name}: the project has a profile with this name; rename the file")
         return path
@@ -145,21 +164,28 @@ def read_profile(path: Path) -> dict[str, Any]:
 def anchored(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A layer whose relative paths are resolved from a folder. Those in `PROJECT_DIR` stay relative, because other nodes may
     have it elsewhere."""
-    for section, key in PATHS if folder.resolve() != PROJECT_DIR else ():
+    for section, key in PATHS:
         if _has(layer, f"{section}.{key}") and isinstance(value := layer[section][key], str):
-            layer = merged(layer, {section: {key: os.path.abspath(folder / value)}})
+            path = Path(value).expanduser()
+            if folder.resolve() != PROJECT_DIR or path.is_absolute():
+                layer = merged(layer, {section: {key: os.path.abspath(folder / path)}})
     return layer
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`recipe.epochs=3` as a nested mapping. Raises UserError if there is no `=`."""
+    """`recipe.epochs=3` as a nested mapping. The value is YAML, but the value of a key that takes text, such as `data.root`, is
+    the text itself, or null. Raises UserError if there is no `=`."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise UserError(f"override {text!r}: not KEY=VALUE; an example is recipe.epochs=3")
+    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    if takes_text(key) and not quoted and value not in ("", "null"):
+        return _nested(key, value)
     try:
         layer: Any = yaml.load(value, _Loader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
-        raise UserError(f"override {text!r}: the value is not valid YAML; put the value in quotes") from None
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"override {text!r}: the value is not valid YAML: {problem}") from None
     return _nested(key, layer)
 
 
@@ -251,7 +277,10 @@ def _multiplied(rows: Sequence[Row], axes: Mapping[str, Sequence[Any]]) -> tuple
         parts = [*([row.id] if row else []), *(_id_part(key, value) for key, value in named)]
         own = row.model_dump(exclude={"id"}) if row else {}
         layer = merged(own, *(_nested(key, value) for key, value in named))
-        result.append(Row.model_validate({"id": "-".join(parts), **layer}))
+        name = "-".join(parts)
+        if len(name) > LONGEST_ID:
+            name = f"{name[: LONGEST_ID - 9]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+        result.append(Row.model_validate({"id": name, **layer}))
     return tuple(result)
 
 

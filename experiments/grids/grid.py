@@ -30,11 +30,16 @@ class Layer(Strict):
     """Changes to the `recipe` section."""
 
 
+LONGEST_ID = 120
+"""Characters. File systems allow 255 in a name, to which the seed, the key and more are added."""
+
+
 class Row(Layer):
     """One row of the results table: an id and its changes."""
 
-    id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
-    """Name of the row: letters, digits, `_`, `.` and `-`."""
+    id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=LONGEST_ID)
+    """Name of the row: letters, digits, `_`, `.` and `-`. Files are named after it. A longer name from a product ends with a
+    digest."""
     seeds: Seeds | None = None
     """Seeds of this row. Null: those of the grid."""
 

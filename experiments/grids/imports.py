@@ -28,7 +28,7 @@ def import_files(paths: Iterable[str | Path]) -> tuple[SourceFile, ...]:
         UserError: a file cannot be read, or raises an exception; the message names it.
     """
     files: list[SourceFile] = []
-    for path in map(Path, paths):
+    for path in (Path(name).expanduser() for name in paths):
         try:
             file = SourceFile(name=path.stem, source=path.read_bytes().decode("utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:

@@ -177,7 +177,9 @@ class Tracker:
     def _search(self, where: str) -> list[Run]:
         """Runs of this grid and profile."""
         experiments = [self._experiment().experiment_id]
-        return pages(self.client.search_runs, experiments, f"{where} and tags.`san.profile` = '{self.profile}'")
+        runs = pages(self.client.search_runs, experiments, where)
+        # Not in the filter, which has no way to quote every name of a file.
+        return [run for run in runs if run.data.tags.get("san.profile") == self.profile]
 
     def _anywhere(self, where: str) -> list[Run]:
         """Runs of any grid."""

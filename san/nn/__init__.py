@@ -2,6 +2,7 @@
 
 from san.nn.attention import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, attention_weights
 from san.nn.block import SelfAttentionBlock
+from san.nn.folding import fold
 from san.nn.relation import register_relation
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "SelfAttention",
     "SelfAttentionBlock",
     "attention_weights",
+    "fold",
     "register_relation",
 ]

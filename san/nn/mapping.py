@@ -6,7 +6,7 @@ shift. The statistics of the second norm of a pairwise gamma follow from the mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from san.nn.folding import kept
 from san.nn.inputs import full_precision
-from san.nn.norm import affine_of, convolve, is_plain, is_pointwise, norm_relu, reused, tensors_of, uses_batch
+from san.nn.norm import affine_of, convolve, is_plain, is_pointwise, norm_relu, uses_batch
 from san.ops import fused as kernels
 from san.ops.functional import fuses
 
@@ -108,13 +109,12 @@ class Gamma(nn.Sequential):
         maps = maps._replace(center=maps.center.to(wide), around=maps.around.to(wide))
         # Half weights give half attention weights; everything else stays in float32 or float64.
         to = dtype if dtype.itemsize == 2 else wide
-        norms = [layer for layer in self if isinstance(layer, nn.BatchNorm2d)]
 
         def mapping() -> tuple[Tensor, ...]:
             return self._pair_mapping(maps, kernel_size, to)
 
-        options, fresh = (wide, to, *(norm.eps for norm in norms)), any(map(uses_batch, norms))
-        norm, weight1, shift2, weight2 = reused(self, [*self._tensors()], options, mapping, fresh)
+        batch = any(isinstance(layer, nn.BatchNorm2d) and uses_batch(layer) for layer in self)
+        norm, weight1, shift2, weight2 = mapping() if batch else kept(self, maps.center, to, mapping)
         return kernels.pair_weights(*maps[:2], norm, weight1, shift2, weight2, kernel_size, maps.products).to(dtype)
 
     def _pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -125,7 +125,7 @@ class Gamma(nn.Sequential):
         assert isinstance(norm1, nn.BatchNorm2d) and isinstance(last, nn.Conv2d)
         norm = affine_of(norm1, values, wide, lambda: kernels.pair_statistics(center, around, kernel_size, products))
         weight2 = last.weight.flatten(1)
-        if last.bias is not None and last.bias.requires_grad:
+        if last.bias is not None and last.bias.requires_grad and torch.is_grad_enabled():
             weight2 = weight2.add(last.bias[:, None], alpha=0)  # it cancels in the softmax, but DDP expects its gradient, 0
         if len(self) == 3:
             return norm, weight2.new_empty(0, 0, dtype=to), norm.new_empty(0), weight2.to(to)
@@ -159,7 +159,7 @@ class Gamma(nn.Sequential):
         def affine() -> tuple[Tensor]:
             return (affine_of(norm1, N * H * W, wide, lambda: kernels.patch_statistics(center, around, kernel_size)),)
 
-        (norm,) = reused(norm1, tensors_of(norm1), (wide, norm1.eps), affine, fresh=uses_batch(norm1))
+        (norm,) = affine() if uses_batch(norm1) else kept(norm1, center, None, affine)
         weight, bias = self._rows(2, K, around.is_cuda)
         u_NEHW = kernels.patch_linear(center, around, norm, weight.to(dtype if dtype.itemsize == 2 else wide), kernel_size)
         u_NEHW = (u_NEHW if bias is None else u_NEHW + bias[:, None, None]).to(dtype)
@@ -182,7 +182,7 @@ class Gamma(nn.Sequential):
         def reordered() -> tuple[Tensor, ...]:
             return tuple(x.unflatten(0, (-1, K)).transpose(0, 1).flatten(0, 1) for x in (weight, bias) if x is not None)
 
-        weight, *rest = reused(linear, (linear.weight, bias), K, reordered)
+        weight, *rest = kept(linear, weight, K, reordered)
         return weight, rest[0] if rest else None
 
     def _linear(self, at: int, K: int, x_NCHW: Tensor) -> Tensor:
@@ -195,11 +195,3 @@ class Gamma(nn.Sequential):
             return nn.functional.conv2d(x_NCHW, weight[:, :, None, None], bias)
         weight_N = weight.expand(len(x_NCHW), -1, -1)
         return torch.baddbmm(bias[:, None], weight_N, x_NCHW.flatten(2)).unflatten(2, x_NCHW.shape[2:])
-
-    def _tensors(self) -> Iterator[Tensor | None]:
-        """All that the layers depend on in evaluation."""
-        for layer in self:
-            if isinstance(layer, nn.BatchNorm2d):
-                yield from tensors_of(layer)
-            elif isinstance(layer, nn.Conv2d):
-                yield from (layer.weight, layer.bias)

@@ -6,15 +6,14 @@ hook or of an unexpected type must be called. `san.ops.backend("unfused")` has t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear, relu
 from torch.nn.modules.module import _has_any_global_hook
 
+from san.nn.folding import kept
 from san.ops import fused as kernels
 from san.ops.functional import fuses
 from san.ops.tracing import is_traced
@@ -69,66 +68,6 @@ def _update_running_stats(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, value
         if norm.momentum is None and norm.num_batches_tracked is not None:
             momentum = norm.num_batches_tracked.to(running.dtype).reciprocal()
         running.lerp_(batch.to(running.dtype), momentum)
-
-
-class _Reused(NamedTuple):
-    options: Hashable
-    versions: list[int]
-    sources: list[Tensor]  # views, so that no other tensor gets their memory
-    value: tuple[Tensor, ...]
-
-
-_reused: WeakKeyDictionary[nn.Module, _Reused] = WeakKeyDictionary()
-
-
-def reused(
-    layer: nn.Module,
-    tensors: Sequence[Tensor | None],
-    options: Hashable,
-    compute: Callable[[], tuple[Tensor, ...]],
-    fresh: bool = False,
-) -> tuple[Tensor, ...]:
-    """compute(), which depends only on `tensors` and `options`; in evaluation it runs again only after one of them has changed.
-
-    A write through `Tensor.data` is not noticed, but passes with gradients, and those with `fresh` because the value depends on
-    the batch, make the next call compute the value. Compiled passes always compute it, and do not touch what is remembered.
-    """
-    sources = [x for x in tensors if x is not None]
-    if torch.compiler.is_compiling() or any(x.is_inference() for x in sources):
-        return compute()
-    if fresh or (torch.is_grad_enabled() and any(x.requires_grad for x in sources)):
-        forget(layer)
-        return compute()
-    if sources[0].is_cuda:
-        if torch.cuda.is_current_stream_capturing():  # replays of the graph must follow the weights
-            return compute()
-        options = options, torch.cuda.current_stream(sources[0].device)
-    # `_version` counts the writes to a tensor. torch has a public function that raises the count
-    # (`torch.autograd.graph.increment_version`), but none that reads it.
-    versions = [x._version for x in sources]
-    known = _reused.get(layer)
-    if known is not None and known.options == options and known.versions == versions:
-        if all(a.data_ptr() == b.data_ptr() and a.dtype == b.dtype for a, b in zip(known.sources, sources, strict=True)):
-            return known.value
-    with torch.inference_mode(False), torch.no_grad():
-        value = compute()
-        if all(type(x) is Tensor for x in value):  # not fake ones
-            _reused[layer] = _Reused(options, versions, [x.detach() for x in sources], value)
-    return value
-
-
-def forget(layer: nn.Module) -> None:
-    """Makes the next `reused` of this layer compute its value."""
-    if not torch.compiler.is_compiling():  # a graph would depend on every layer that has a value
-        _reused.pop(layer, None)
-
-
-def tensors_of(norm: nn.BatchNorm2d) -> tuple[Tensor | None, ...]:
-    """All that the norm's affine form depends on in evaluation, besides eps.
-
-    The count is among them, because torch's own BatchNorm changes its running statistics without counting it as a write.
-    """
-    return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked
 
 
 def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
@@ -217,7 +156,6 @@ def _folds(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
     if not fuses("norm_affine", x_NCHW) or not is_plain(conv, nn.Conv2d) or not is_plain(norm, nn.BatchNorm2d):
         return False
     if uses_batch(norm):
-        forget(conv)
         return False
     device = x_NCHW.device.type
     computed_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else conv.weight.dtype
@@ -230,10 +168,10 @@ def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
 
     def folded() -> tuple[Tensor, Tensor]:
         mean, scale, shift = affine_of(norm, 0, torch.promote_types(dtype, torch.float32), no_statistics)
-        bias = shift + (-mean if conv.bias is None else conv.bias - mean) * scale
-        return (conv.weight * scale[:, None, None, None]).to(dtype), bias.to(dtype)
+        bias = -mean if conv.bias is None else conv.bias - mean
+        return (conv.weight * scale[:, None, None, None]).to(dtype), torch.addcmul(shift, bias, scale).to(dtype)
 
-    weight, bias = reused(conv, (conv.weight, conv.bias, *tensors_of(norm)), (id(norm), norm.eps), folded)
+    weight, bias = kept(conv, conv.weight, None, folded)
     return conv2d(x_NCHW, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 

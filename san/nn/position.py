@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 
 from san import ops
+from san.nn.folding import kept
 from san.nn.inputs import full_precision
 from san.nn.mapping import PairMaps
-from san.nn.norm import is_plain, reused
+from san.nn.norm import is_plain
 from san.ops.tracing import is_traced, leaf
 
 CHANNELS = 2
@@ -69,13 +70,12 @@ class Position(nn.Module):
 
     def appended_to(self, maps: PairMaps) -> PairMaps:
         """The maps of a relation plus two channels for the position, in p's type because half types would round differences."""
-        size = maps.center.shape[2:], maps.center.dtype
 
         def positions() -> tuple[Tensor, ...]:
             return self.row.difference(self.features(maps.center))
 
-        fresh = self.training or not is_plain(self.linear, nn.Conv2d)
-        positions_12HW = reused(self, (self.linear.weight, self.linear.bias), size, positions, fresh)
+        plain = is_plain(self.linear, nn.Conv2d)
+        positions_12HW = kept(self, maps.center, maps.center.shape[2:], positions) if plain else positions()
         # Joined as [N, H, W, channels]: maps stay channels-last, because `cat` is told the format by neither of its inputs.
         center, around = (
             torch.cat((x.permute(0, 2, 3, 1), p.expand(len(x), -1, -1, -1).permute(0, 2, 3, 1)), 3).permute(0, 3, 1, 2)

@@ -7,9 +7,10 @@
 
 Every round runs each variant in turn in a process of its own, so that disturbances affect all; a process reports its fastest
 step. Ratios are the first variant / another one within a round: median and range. `memory kept` has the settings of glibc that
-`san run` uses, `AVX2` also chooses the code for processors without AVX-512, `bfloat16` trains and evaluates under autocast, and
-`compiled` uses torch.compile, whose first training step and first evaluation are listed. Inputs and gradients are random;
-networks at 32x32 halve the image three times and have half the width and 64 images; those at 224x224 are complete and have 4.
+`san run` uses, `AVX2` also chooses the code for processors without AVX-512, `folded` evaluates a copy from `san.fold`,
+`bfloat16` trains and evaluates under autocast, and `compiled` uses torch.compile, whose first training step and first
+evaluation are listed. Inputs and gradients are random; networks at 32x32 halve the image three times and have half the
+width and 64 images, or one; complete ones have 4 of 224x224.
 """
 
 from __future__ import annotations
@@ -37,22 +38,20 @@ class Variant:
     environment: dict[str, str] = field(default_factory=dict)
     half: bool = False
     compiled: bool = False
+    folded: bool = False
 
 
 WAYS = {
     "memory kept": Variant(environment=KEEP_MEMORY),
+    "folded": Variant(folded=True),
     "bfloat16": Variant(half=True),
     "AVX2": Variant(environment=KEEP_MEMORY | SETTINGS["AVX2"]),
     "compiled": Variant(environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}, compiled=True),
 }
-NETWORKS = {
-    "SAN10 pairwise, 32x32": ("san10_pairwise", "num_stages=3, width_mult=0.5", 64, 32),
-    "SAN10 patchwise, 32x32": ("san10_patchwise", "num_stages=3, width_mult=0.5", 64, 32),
-    "ResNet26, 32x32": ("resnet26", "num_stages=3, width_mult=0.5", 64, 32),
-    "SAN10 pairwise, 224x224": ("san10_pairwise", "", 4, 224),
-    "SAN10 patchwise, 224x224": ("san10_patchwise", "", 4, 224),
-    "ResNet26, 224x224": ("resnet26", "", 4, 224),
-}
+KINDS = {"SAN10 pairwise": "san10_pairwise", "SAN10 patchwise": "san10_patchwise", "ResNet26": "resnet26"}
+SMALL = "num_stages=3, width_mult=0.5"
+SIZES = {"32x32": (SMALL, 64, 32), "one image, 32x32": (SMALL, 1, 32), "224x224": ("", 4, 224)}
+NETWORKS = {f"{kind}, {size}": (name, *settings) for size, settings in SIZES.items() for kind, name in KINDS.items()}
 MODES = ("training step", "evaluation")
 PROGRAM = """
 import json, time, torch, san
@@ -78,7 +77,10 @@ def seconds(step):
     return time.perf_counter() - start
 result = []
 for mode, step in ((True, train), (False, evaluate)):
-    model.train(mode)
+    if mode or not {folded}:
+        model.train(mode)
+    else:
+        model = san.fold(model)
     first = seconds(step)
     step()
     result.append((1000 * min(seconds(step) for _ in range({steps})), first))
@@ -89,7 +91,13 @@ print(json.dumps(result))
 def measure(variant: Variant, network: str, threads: int) -> list[tuple[float, float]]:
     """Returns, for training and evaluation, the milliseconds of the fastest step and the seconds of the first one."""
     name, options, batch, side = NETWORKS[network]
-    how = {"threads": threads, "steps": 20 if side < 100 else 5, "half": variant.half, "compiled": variant.compiled}
+    how = {
+        "threads": threads,
+        "steps": 5 if side > 100 else 20 if batch > 1 else 200,
+        "half": variant.half,
+        "compiled": variant.compiled,
+        "folded": variant.folded,
+    }
     code = PROGRAM.format(name=name, options=options, batch=batch, side=side, **how)
     environment = os.environ | variant.environment
     done = subprocess.run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import san
 from tests.nn.kinds import randomize_vectors
@@ -72,26 +71,6 @@ def test_compiles_to_one_graph(sizes: Sizes) -> None:
 
 def assert_close(found: Tensor, expected: Tensor, which: str, **tolerance: float) -> None:
     torch.testing.assert_close(found, expected, **tolerance, msg=lambda problem: f"{which}: {problem}")
-
-
-def test_is_not_compiled_again_after_another_model_was_deleted() -> None:
-    """Evaluated layers remember folded weights, and training forgets them."""
-    torch.compiler.reset()
-    graphs: list[fx.GraphModule] = []
-
-    def counted(graph: fx.GraphModule, inputs: list[Tensor]) -> fx.GraphModule:
-        graphs.append(graph)
-        return graph
-
-    model, other = made("pairwise", ONE_BLOCK), made("resnet")
-    with torch.no_grad():
-        other(IMAGES)
-    compiled = torch.compile(model.train(), fullgraph=True, backend=counted)
-    compiled(IMAGES)
-    del other
-    gc.collect()
-    compiled(IMAGES)
-    assert len(graphs) == 1
 
 
 def results(model: nn.Module, images: Tensor) -> list[Tensor]:

@@ -58,6 +58,52 @@ def test_copies_round_trip(name: str) -> None:
 
 
 @every_kind
+def test_evaluation_follows_weights_written_through_data(name: str) -> None:
+    """As averages of weights and old code write them."""
+    model = san.create_model(name, 10, **SMALL).eval()
+    with torch.no_grad():
+        before = model(IMAGES)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
+        fresh = san.create_model(name, 10, **SMALL).eval()
+        fresh.load_state_dict(model.state_dict())
+        after = model(IMAGES)
+        assert torch.equal(after, fresh(IMAGES)) and not torch.equal(after, before)
+
+
+@every_kind
+def test_folded_copy_gives_the_same_results(name: str) -> None:
+    """With float64 weights, too, for which values are kept separately; in copies of it; and with gradients of images."""
+    model = san.create_model(name, 10, **SMALL)
+    for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
+        nn.init.uniform_(norm.running_var, 0.5, 2)  # type: ignore[arg-type]
+    folded = san.fold(model)
+    copies = (folded, copy.deepcopy(folded), pickle.loads(pickle.dumps(folded)))
+    model.eval()
+    for dtype in (torch.float32, torch.float64):
+        images = IMAGES.to(dtype, copy=True).requires_grad_()
+        expected = model.to(dtype)(images)
+        for copied in copies:
+            copied.to(dtype)
+            with torch.inference_mode():
+                torch.testing.assert_close(copied(images), expected.detach(), rtol=1e-4, atol=1e-4)
+            logits = copied(images)
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+            gradients = (torch.autograd.grad(y.square().sum(), images, retain_graph=True)[0] for y in (logits, expected))
+            torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
+def test_folded_copy_is_frozen() -> None:
+    model = san.create_model("san10_pairwise", 10, **SMALL)
+    folded = san.fold(model)
+    assert model.training and not folded.eval().training
+    assert not any(parameter.requires_grad for parameter in folded.parameters())
+    for change in (folded.train, lambda: folded.load_state_dict(model.state_dict())):
+        with pytest.raises(RuntimeError, match=r"san\.fold"):
+            change()
+
+
+@every_kind
 def test_reset_classifier_changes_the_classes(name: str, tmp_path: Path) -> None:
     model = san.create_model(name, 10, **SMALL).to(torch.bfloat16).eval()
     before = model.state_dict()

@@ -233,3 +233,21 @@ def test_doctor_shows_which_kernels_run(printed: Printed) -> None:
     assert re.search(r"^cpu kernels run from .*\.so$", out, re.MULTILINE)
     assert re.search(r"^cuda kernels (run from|not available: )", out, re.MULTILINE)
     assert "g++: " in out and "torch " in out
+
+
+def test_tilde_is_the_home_folder_in_every_argument(run_san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home := tmp_path / "home").mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    (home / "grid.yaml").write_text("{extends: ~/base.yaml, question: q, imports: [~/mine.py]}")
+    (home / "base.yaml").write_text("rows: [{id: a, model: {name: resnet26}, data: {root: ~/digits}}]")
+    (home / "profile.yaml").write_text("{extends: digits, data: {root: ~/photos}}")
+    (home / "mine.py").touch()
+    (home / "other.py").touch()
+    options = ("--profile=~/profile.yaml", "--import=~/other.py", "--runs=~/runs")
+    code, _, err = run_san("report", "~/grid.yaml", *options, "recipe.init=~/weights.pt")
+    assert code == 2 and err.startswith(f"san: recipe.init={home}/weights.pt: ")
+    assert f"sqlite:///{home}/runs/mlflow.db" in run_san("report", "~/grid.yaml", *options)[2]
+    assert run_san("complexity", "--grid=~/grid.yaml")[0] == 0
+    assert list(elsewhere.iterdir()) == []

@@ -101,6 +101,14 @@ def test_equal_trials_are_trained_once(open_text: OpenGrid, trained: list[str], 
     assert [line.top1 for line in table_rows(second, known_results(second))] == [1.0, 3.0]
 
 
+@pytest.mark.usefixtures("plain_report", "trained")
+def test_names_of_grids_and_profiles_may_have_quotes(write_grid: WriteGrid, runs: Path, tmp_path: Path) -> None:
+    (profile := tmp_path / 'bob\'s "own".yaml').write_text("extends: digits")
+    grid_run = open_grid_run(GridRequest(write_grid(EQUAL_ROWS, 'bob\'s "grid".yaml'), str(profile), (), runs, serial=True))
+    assert run(grid_run, None)
+    assert all(trial.finished for trial in plan(grid_run))
+
+
 def reported_in_mlflow(grid_run: GridRun) -> tuple[str, dict[str, str]]:
     """The state of a grid's parent run, and the text of its files by name."""
     (parent,) = runs_of(grid_run, "grid")

@@ -1,5 +1,6 @@
 """Grids: expansion is pure, every mistake is named with its path."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import dedent
@@ -169,6 +170,13 @@ def test_product_needs_no_rows(product: str, ids: list[str], write_grid: WriteGr
     assert list(expand(write_grid(f"{{question: q, product: {{{product}}}}}"))) == ids
 
 
+def test_long_id_of_a_product_ends_with_a_digest(write_grid: WriteGrid) -> None:
+    text = "{{question: q, rows: [{{id: {}, model: {{name: resnet26}}}}], product: {{recipe.lr: [0.1, 0.2]}}}}"
+    one, other = expand(write_grid(text.format(120 * "a")))
+    assert one[:111] == other[:111] == 111 * "a" and len(one) == len(other) == 120 and one != other
+    assert "rows[0].id: " in error_message(lambda: expand(write_grid(text.format(121 * "a"))))
+
+
 # By the step that finds them.
 MISTAKES: dict[str, tuple[str, list[str]]] = {
     "file": (
@@ -315,7 +323,17 @@ def test_relative_paths_of_grid_and_overrides_are_relative_to_the_current_folder
     path = write_grid("question: q\nbase: {data: {source: folder, root: here}}\nrows: [{id: a, model: {name: resnet26}}]")
     assert expand(path)["a"].config.data.root == str(tmp_path / "here")
     assert expand(path, "data.root=there")["a"].config.data.root == str(tmp_path / "there")
-    assert expand(path, "data.root=/there")["a"].config.data.root == "/there"
+    for root in ("/there", "~/there"):
+        assert expand(path, f"data.root={root}")["a"].config.data.root == os.path.expanduser(root)
+
+
+def test_text_of_an_override_is_not_yaml(write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_grid("question: q\nbase: {data: {source: folder}}\nrows: [{id: a, model: {name: resnet26}}]")
+    for name in ("images #2", "2024-05-01", "2024", "[raw]", "a: b", "no", "'"):
+        assert expand(path, f"data.root={name}")["a"].config.data.root == str(tmp_path / name)
+    assert expand(path, "data.root='a b'")["a"].config.data.root == str(tmp_path / "a b")
+    assert expand(path, "data.root=x", "data.lists=null")["a"].config.data.lists is None
 
 
 MODEL = "{id: a, model: {name: resnet26}}"
@@ -330,7 +348,11 @@ PLOT = "plot: {x: model.footprint, series: model.name, label: l}"
         ("question: q\nquestion: q", "grid.yaml:1: .*duplicate key 'question'"),
         ("question: q\nrows: [{id: a, model: {<<: {name: b}, x: 1, x: 2}}]", "grid.yaml:2: .*duplicate key 'x'"),
         ("question: q\nrows: [{id: a, model: {<<: 3}}]", "grid.yaml:2: .*expected a mapping"),
-        ("question: 2020-13-45", "not valid YAML: month"),
+        (
+            "question: q\nseeds: [0]\nrows: [{id: a, recipe: {epochs: 010}, model: {name: resnet26}}]",
+            "yaml:3: .*010 would be read as 8",
+        ),
+        (f"question: q\nseeds: [0, 1:30]\nrows: [{MODEL}]", "yaml:2: .*1:30 would be read as 90"),
         ("question: " + 3000 * "[", "not valid YAML"),
         ("extends: none.yaml", "none.yaml: cannot read"),
         ("extends: 3", "extends: .*not 3"),
