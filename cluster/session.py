@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +29,9 @@ T = TypeVar("T")
 
 _ATTEMPTS = 3
 """How often Ray may start: it waits only 30 s for its own processes, which a busy machine can miss."""
+
+LONGEST_TEMPORARY = 25
+"""Bytes of a temporary folder's path that leave room for the 80 of Ray's sockets in it; a socket's path has at most 107."""
 
 # Ray reads these from the environment of the driver, and Tune passes them on to its processes.
 _SETTINGS = {
@@ -66,7 +69,9 @@ def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterat
     try:
         with supervised(local, on_lost) as connected:
             handler = signal.getsignal(signal.SIGTERM)
-            _connect(address or os.environ.get("RAY_ADDRESS") or None)
+            # Ray puts the current folder on the path of its workers, where a file profile.py would replace Python's module.
+            with chdir(Path(__file__).parents[1]):
+                _connect(address or os.environ.get("RAY_ADDRESS") or None)
             if threading.current_thread() is threading.main_thread():  # only this thread can set handlers
                 signal.signal(signal.SIGTERM, handler)  # Ray's would end the process without a message
             connected.set()
@@ -147,7 +152,7 @@ def start_ray(start: Callable[[], T]) -> T:
             return start()
         except Exception as error:  # Ray raises Exception itself
             kill_descendants(others)
-            if attempt == _ATTEMPTS:
+            if attempt == _ATTEMPTS or isinstance(error, (ValueError, OSError)):  # which would be raised again
                 raise ClusterError(f"Ray did not start on this machine ({_reason(error)})") from error
             attempt += 1
             again = f"starting it again ({attempt} of {_ATTEMPTS})"
@@ -160,11 +165,14 @@ def _reason(error: Exception) -> str:
 
 def private_folder() -> Path:
     """A folder that only this user can open: Ray lets everyone write to its own folder of sockets and logs."""
-    folder = Path(tempfile.gettempdir()) / f"san-{os.getuid()}"
+    temporary = Path(tempfile.gettempdir())
+    if len(os.fsencode(temporary)) > LONGEST_TEMPORARY:
+        temporary = Path("/tmp")
+    folder = temporary / f"san-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700 or not stat.S_ISDIR(status.st_mode):
-        return Path(tempfile.mkdtemp(prefix="san-"))  # another user created it
+        return Path(tempfile.mkdtemp(prefix="san-", dir=temporary))  # another user created it
     return folder
 
 

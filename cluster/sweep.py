@@ -13,6 +13,7 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,7 +137,11 @@ def _trainable(
     trial, and DeepSpeed cannot use a second one in the same process.
     """
 
+    here = os.getcwd()
+
     def worker(value: V, send: Callable[[dict[str, Any]], None]) -> None:
+        with suppress(OSError):  # another machine may not have it
+            os.chdir(here)
         if not placement.gpus:  # Ray hides the GPUs only if the cluster was started with a setting for this
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         # Nested, to distinguish metrics from Tune's own entries in a result.

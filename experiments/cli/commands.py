@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import errno
 import gc
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -302,6 +304,12 @@ def main() -> None:
         sys.exit(1)
     except ModuleNotFoundError:  # explained by `experiments.__main__`
         raise
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail again at the end
+        click.echo("san: cannot print the result, because the disk to which it is written is full", err=True)
+        sys.exit(1)
     except Exception as error:
         if not isinstance(error, _printed_errors()):
             raise

@@ -161,6 +161,7 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
     images.sort(key=lambda one: one.index)
     broken += [{"path": dataset.name_of(one.index), "reason": one.reason} for one in images]
     result = {"split": dataset.split, "packed": dataset.packed, "images": len(dataset), "broken": broken}
+    result["classes"] = dataset.classes
     if dataset.packed:
         return result | {"list": None, "digest": dataset.digest()}
     path = list_path(lists, dataset.split)
@@ -174,8 +175,11 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
 
 
 def _sentence(result: dict[str, Any]) -> str:
+    from pipelines.datasets.dataset import counted
+
     broken = len(result["broken"])
-    text = f"{result['split']}: {result['images']} images{' in shards' if result['packed'] else ''}, {broken or 'none'} broken"
+    images = f"{result['split']}: {result['images']} images{' in shards' if result['packed'] else ''}"
+    text = f"{images}; {counted(result['classes'])}; {broken or 'none'} broken"
     if problem := result.get("problem"):
         return f"{text}; no list written: {problem}"
     listed = f"; valid images are listed in {result['list']}" if result["list"] else ""

@@ -96,6 +96,11 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
         ModelError, UserError: it does not fit the overrides.
     """
     changes = _changes(overrides)
+    if path.suffix == ".safetensors":
+        if path.name != pretrained.WEIGHTS or not pretrained.is_folder(path.parent):
+            needs = f"a folder with {pretrained.WEIGHTS} and {pretrained.CONFIG}, as san.hub.save_pretrained writes it"
+            raise UserError(f"{path}: weights alone do not say to which model they belong; give {needs}")
+        path = path.parent
     if pretrained.is_folder(path):
         return _hub_folder(path, changes, profile)
     saved = _trial_checkpoint(path)

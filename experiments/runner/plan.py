@@ -18,6 +18,7 @@ from experiments.runner.measure import MeasureTask
 from experiments.runner.progress import duration, trial_count
 from experiments.tracking import Result
 from experiments.training.images import open_data
+from pipelines.datasets.dataset import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,8 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
 
 def _images(data: DataConfig) -> str:
     train, val = open_data(data)
-    return f"{len(train):,} training and {len(val):,} validation images of {data.size}x{data.size} pixels"
+    count = f"{len(train):,} training and {len(val):,} validation images of {data.size}x{data.size} pixels"
+    return f"{count}, {counted(train.classes)}"
 
 
 def _unequal_sizes(planned: Sequence[PlannedTrial]) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR, is_job_copy
@@ -97,9 +99,11 @@ def open_workspace(runs: str | Path | None = None) -> Workspace:
             f"--runs {store}: MLflow's database cannot be in a bucket; set MLFLOW_TRACKING_URI to an `mlflow server`, for "
             "example http://server:5000"
         )
-    return Workspace(store, uri or f"sqlite:///{store.folder / 'mlflow.db'}")
+    return Workspace(
+        store, uri or "sqlite:///" + re.sub("[%?#]", lambda special: quote(special[0]), str(store.folder / "mlflow.db"))
+    )
 
 
 def has_store(uri: str) -> bool:
     """Whether anything can have been tracked there: a server, or a database that exists."""
-    return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
+    return not uri.startswith("sqlite:///") or Path(unquote(uri.removeprefix("sqlite:///"))).exists()

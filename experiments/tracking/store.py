@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from experiments.tracking.result import TrackerError
 
+SECONDS_TO_NOTICE = 5.0
 PAGE = 1000  # number of runs, experiments or versions per request
 UNUSABLE = (MlflowException, SQLAlchemyError, OSError)  # raised if the store cannot be reached or rejects a request
 
@@ -43,7 +46,11 @@ def pages(search: Callable[..., Any], *what: object) -> list[Any]:
 
 @contextmanager
 def usable(uri: str) -> Iterator[None]:
-    """Turns errors of MLflow and its database into a `TrackerError`."""
+    """Turns errors of MLflow and its database into a `TrackerError`, and says on stderr what takes long."""
+    text = f"waiting for MLflow at {uri}"
+    notice = threading.Timer(SECONDS_TO_NOTICE, print, (text,), {"file": sys.stderr, "flush": True})
+    notice.daemon = True
+    notice.start()
     try:
         yield
     except UNUSABLE as error:
@@ -60,3 +67,5 @@ def usable(uri: str) -> Iterator[None]:
             ) from None
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
         raise TrackerError(f"cannot use MLflow at {uri}: {reason}; check MLFLOW_TRACKING_URI and --runs") from None
+    finally:
+        notice.cancel()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Metric, Param, Run, RunTag
+from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
@@ -23,7 +23,7 @@ from experiments.grids.config import PROJECT_DIR, flat
 from experiments.grids.grid import Grid, Trial
 from experiments.runs.provenance import environment, git_commit, machine, versions
 from experiments.runs.summary import Epoch, best_of
-from experiments.tracking.result import Result
+from experiments.tracking.result import Result, TrackerError
 from experiments.tracking.store import open_client, pages, usable
 from san import Complexity
 
@@ -52,10 +52,10 @@ class Tracker:
         """Creates the database, the experiment and the parent run if they are missing. Must precede all writes of workers.
 
         Raises:
-            TrackerError: the tracking server does not respond.
+            TrackerError: the tracking server does not respond, or the experiment was deleted.
         """
         with usable(self.uri):
-            if self.client.get_experiment_by_name(self.grid) is None:
+            if self._found() is None:
                 local = self.uri.startswith("sqlite")
                 self.client.create_experiment(self.grid, artifact_location=artifacts.as_uri() if local else None)
             if self._parent() is not None:
@@ -76,7 +76,7 @@ class Tracker:
         Prefers finished runs of any grid over runs that this grid stopped early, and these over its unfinished runs.
         """
         with usable(self.uri):
-            own, runs = self.client.get_experiment_by_name(self.grid), self._anywhere(TRIALS)
+            own, runs = self._found(), self._anywhere(TRIALS)
 
         def worth(run: Run) -> tuple[bool, bool, bool]:
             is_own = own is not None and run.info.experiment_id == own.experiment_id
@@ -160,8 +160,16 @@ class Tracker:
                 self.client.log_artifact(run_id, str(file), folder)
             self.client.set_terminated(run_id, status="FINISHED" if complete else "FAILED")
 
-    def _experiment(self) -> Experiment:
+    def _found(self) -> Experiment | None:
+        """The grid's experiment, if it exists. Raises TrackerError if it was deleted."""
         experiment = self.client.get_experiment_by_name(self.grid)
+        if experiment is not None and experiment.lifecycle_stage == LifecycleStage.DELETED:
+            restore = f"MLFLOW_TRACKING_URI={self.uri} mlflow experiments restore -x {experiment.experiment_id}"
+            raise TrackerError(f"experiment {self.grid!r} was deleted in MLflow; restore it with `{restore}`")
+        return experiment
+
+    def _experiment(self) -> Experiment:
+        experiment = self._found()
         assert experiment is not None, "prepare() creates the experiment first"
         return experiment
 

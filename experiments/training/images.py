@@ -17,6 +17,7 @@ from experiments.grids.transform import transform
 from pipelines import CIFAR, DataError, Dataset, Loader, prepare_digits
 from pipelines.datasets.manifest import list_path
 from pipelines.datasets.shards import index_path
+from pipelines.errors import join_names
 from pipelines.loader import decoding_threads
 
 CPU = torch.device("cpu")
@@ -36,7 +37,10 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     root, lists = _folders(config)
     held_out = config.val_split_per_class if config.split == "val-split" else None
     names = _parts(config.source, root, lists) if config.split == "val-split" and held_out is None else ()
-    train, val = (_open_split(config.source, root, name, lists) for name in names or ("train", "val"))
+    of_train, of_val = names or ("train", "val")
+    train = _open_split(config.source, root, of_train, lists)
+    val = train if held_out is not None else _open_split(config.source, root, of_val, lists)
+    _require_several_classes(train)
     train.require_same_classes(val)
     if names:
         train.require_disjoint(val)
@@ -53,6 +57,16 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     except DataError as error:
         raise DataError(f"{key}: {error}") from None
     return train, val
+
+
+def _require_several_classes(train: Dataset) -> None:
+    """Raises `DataError` for a single class: the folders may be one level deeper than they should."""
+    if len(train.classes) > 1:
+        return
+    (only,), split = train.classes, train.root / train.split
+    inside = sorted(entry.name for entry in (split / only).iterdir() if entry.is_dir()) if (split / only).is_dir() else []
+    hint = f"; if the folders in it are the classes ({join_names(inside)}), move them to {split}" if inside else ""
+    raise DataError(f"{split}: a single class, {only}, but a network needs at least two{hint}")
 
 
 def _require_fitting(config: DataConfig) -> None:

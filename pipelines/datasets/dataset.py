@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -286,11 +287,23 @@ class Dataset:
             return
         classes, other_classes = set(self.classes), set(other.classes)
         gaps = ((other, classes - other_classes), (self, other_classes - classes))
+        if len({unicodedata.normalize("NFC", name) for name in classes ^ other_classes}) < len(classes ^ other_classes):
+            same = join_names({unicodedata.normalize("NFC", name) for name in classes - other_classes})
+            raise DataError(
+                f"{self.root / self.split} and {other.root / other.split} spell {same} with different characters, such as "
+                "one or two for an accented letter (Unicode NFC and NFD); rename the folders of one of them"
+            )
         lacks = [f"{data.root / data.split} has no {join_names(lost)}" for data, lost in gaps if lost]
         raise DataError(
             f"both splits must have the same class folders, but {' and '.join(lacks)}; "
             "add the missing folders or remove the others"
         )
+
+
+def counted(classes: Sequence[str]) -> str:
+    """The number of classes and their first names, for people: `10 classes: airplane, bird, cat, ...`."""
+    number = "1 class" if len(classes) == 1 else f"{len(classes):,} classes"
+    return f"{number}: {', '.join(classes[:3])}{', ...' if len(classes) > 3 else ''}"
 
 
 def _hashes(paths: Iterable[str], seed: int) -> NDArray[np.uint64]:

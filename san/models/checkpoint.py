@@ -143,7 +143,10 @@ def classes(model: BaseModel) -> int:
         CheckpointError: the model is a backbone, which has no classifier, or is not one of ours.
     """
     if not isinstance(model, BaseModel):
-        raise CheckpointError(f"{type(model).__name__}: only models from san.create_model can be saved in this format")
+        # As DistributedDataParallel and torch.compile do.
+        inner = next((name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), BaseModel)), None)
+        hint = f"; save the model that it wraps, model.{inner}" if inner else ""
+        raise CheckpointError(f"{type(model).__name__}: only models from san.create_model can be saved in this format{hint}")
     if not model.num_classes:
         raise CheckpointError(f"{model.spec.name}: this model has no Linear head; only classifiers can be saved, not backbones")
     return model.num_classes

@@ -2,6 +2,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import grpc
@@ -12,7 +13,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 import cluster.session
 from cluster import ClusterError, Node, Resources, available_cpus
-from cluster.session import alone, start_ray
+from cluster.session import alone, private_folder, start_ray
 
 
 def test_resources_add_up() -> None:
@@ -63,19 +64,24 @@ def is_alive(process: subprocess.Popen[bytes]) -> bool:
 
 
 _TASK_WITH_VARIABLES = """
-import sys, ray, cluster.session
+import os, sys, ray, cluster.session
+here = os.getcwd()
 with cluster.session.session():
-    task = ray.remote(lambda: sys.executable).options(runtime_env={"env_vars": {"SET_BY": "Tune"}})
-    print(ray.get(task.remote(), timeout=240))
+    task = ray.remote(lambda: (sys.executable, here in sys.path)).options(runtime_env={"env_vars": {"SET_BY": "Tune"}})
+    print(*ray.get(task.remote(), timeout=240))
 """
 
 
 @pytest.mark.slow
-def test_trials_start_where_the_path_of_python_has_a_space(tmp_path: Path) -> None:
+def test_trials_start_in_any_folder(tmp_path: Path) -> None:
+    """The path of Python has a space, and files in the current folder, which have names of modules, do not replace them."""
     (tmp_path / "wörk dir").symlink_to(sys.prefix)
     python = tmp_path / "wörk dir/bin/python"
-    run = subprocess.run([python, "-c", _TASK_WITH_VARIABLES], capture_output=True, text=True)
-    assert (run.stdout, run.returncode) == (f"{python}\n", 0), run.stderr
+    for name in ("san", "profile", "statistics"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit")
+    # -P: not in the path of this process either, as for the command `san`
+    run = subprocess.run([python, "-P", "-c", _TASK_WITH_VARIABLES], cwd=tmp_path, capture_output=True, text=True)
+    assert (run.stdout, run.returncode) == (f"{python} False\n", 0), run.stderr
 
 
 def test_ray_is_started_again_without_the_processes_of_the_failed_start(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +107,24 @@ def test_ray_is_started_again_without_the_processes_of_the_failed_start(capsys: 
         assert not any(map(is_alive, started[3:]))
         for process in (other, started[2]):
             process.communicate(b"\n")
+
+
+def test_rays_folder_is_short_where_the_temporary_folder_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (scratch := tmp_path / ("x" * 40)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    assert private_folder().parent == Path("/tmp")
+
+
+def test_an_error_that_would_be_raised_again_is_not_retried() -> None:
+    starts: list[int] = []
+
+    def start() -> None:
+        starts.append(1)
+        raise PermissionError(13, "Permission denied", "/.ray")
+
+    with pytest.raises(ClusterError, match=r"/\.ray"):
+        start_ray(start)
+    assert starts == [1]
 
 
 def test_a_second_session_on_a_machine_is_not_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

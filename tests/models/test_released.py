@@ -270,4 +270,7 @@ def test_rejects_paths_and_backbones_that_cannot_be_saved(tmp_path: Path) -> Non
     for save in (san.save_checkpoint, san.save_released_checkpoint):
         with pytest.raises(san.CheckpointError, match="backbones"):
             save(san.create_model("san10_pairwise", features_only=True, **SMALL), tmp_path / "a.pth")
+    for wrapped, inner in ((nn.DataParallel(model), "model.module"), (torch.compile(model), "model._orig_mod")):
+        with pytest.raises(san.CheckpointError, match=inner):
+            san.save_checkpoint(wrapped, tmp_path / "a.pth")  # type: ignore[arg-type]
     assert not os.listdir(tmp_path)

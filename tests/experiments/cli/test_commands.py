@@ -97,6 +97,13 @@ def test_shells_complete_commands() -> None:
     assert done.stdout == "plain,delete\n"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
+def test_full_disk_under_the_output_is_one_message() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "experiments", "models"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1) and done.stderr.startswith("san: cannot print")
+
+
 def test_report_and_runs_of_an_empty_store(run_san: San, printed: Printed, rejected: Rejected, tmp_path: Path) -> None:
     out = printed("report", SMALL_GRID, "--json")
     assert [(line["id"], line["paper_top1"], line["top1"]) for line in json.loads(out)] == [

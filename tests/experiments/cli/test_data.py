@@ -45,8 +45,8 @@ def test_check_lists_no_broken_images(images: Path, san_data: San, tmp_path: Pat
     first, second, train, val = out.splitlines()
     assert first == rf"{images}/train/cat/a\x1b\udce9é.jpg: empty file"
     assert second == f"{images}/train/dog/3.jpg: empty file"
-    assert train.startswith("train: 13 images, 2 broken; ")
-    assert val.startswith("val: 2 images, none broken; ")
+    assert train.startswith("train: 13 images; 2 classes: cat, dog; 2 broken; ")
+    assert val.startswith("val: 2 images; 2 classes: cat, dog; none broken; ")
 
     code, out, _ = san_data(*arguments, "--split", "train", "--json", "--workers", "1")
     assert code == 1
@@ -56,6 +56,7 @@ def test_check_lists_no_broken_images(images: Path, san_data: San, tmp_path: Pat
             "split": "train",
             "packed": False,
             "images": 13,
+            "classes": ["cat", "dog"],
             "broken": [{"path": f"{images}/train/{file}", "reason": "empty file"} for file in (f"cat/{unusual}", "dog/3.jpg")],
             "list": str(tmp_path / "lists/train.txt"),
             "digest": opened[0].digest(),
@@ -116,7 +117,7 @@ def test_shards_have_the_images_of_the_folder(images: Path, san_data: San, print
     assert f"train: 12 images in {count} shards ({count} already existed), " in printed(*pack, "--workers", "3")
 
     checked = printed("data", "check", shards).splitlines()
-    assert checked[0] == f"train: 12 images in shards, none broken; digest {train['digest']}"
+    assert checked[0] == f"train: 12 images in shards; 2 classes: cat, dog; none broken; digest {train['digest']}"
     damaged = shards / train["shards"][1]["name"]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     code, out, _ = san_data("check", shards, "--split", "train")

@@ -102,11 +102,12 @@ def test_equal_trials_are_trained_once(open_text: OpenGrid, trained: list[str], 
 
 
 @pytest.mark.usefixtures("plain_report", "trained")
-def test_names_of_grids_and_profiles_may_have_quotes(write_grid: WriteGrid, runs: Path, tmp_path: Path) -> None:
+def test_names_of_files_and_folders_may_have_any_characters(write_grid: WriteGrid, tmp_path: Path) -> None:
     (profile := tmp_path / 'bob\'s "own".yaml').write_text("extends: digits")
-    grid_run = open_grid_run(GridRequest(write_grid(EQUAL_ROWS, 'bob\'s "grid".yaml'), str(profile), (), runs, serial=True))
+    grid, runs = write_grid(EQUAL_ROWS, 'bob\'s "grid".yaml'), tmp_path / "50%41?#ö"
+    grid_run = open_grid_run(GridRequest(grid, str(profile), (), runs, serial=True))
     assert run(grid_run, None)
-    assert all(trial.finished for trial in plan(grid_run))
+    assert all(trial.finished for trial in plan(grid_run)) and (runs / "mlflow.db").exists()
 
 
 def reported_in_mlflow(grid_run: GridRun) -> tuple[str, dict[str, str]]:
@@ -191,7 +192,7 @@ def test_plan_estimates_hours_from_similar_finished_runs(open_text: OpenGrid) ->
 
     lines, can_run = plan_in_words(grid_run, planned, None)
     assert can_run
-    assert "profile digits (1,437 training and 360 validation images of 24x24 pixels): 4 trials, 2 to train" in lines[0]
+    assert "1,437 training and 360 validation images of 24x24 pixels, 10 classes: 0, 1, 2, ...): 4 trials, 2 to" in lines[0]
     wall = max((longer.wall + other.wall) / 2, longer.wall, other.wall)
     assert f" {duration(3600 * wall)} with 2 trials at a time" in lines[-1]
     assert f"CPU time {duration(3600 * (longer.cpu + other.cpu))}" in lines[-1]

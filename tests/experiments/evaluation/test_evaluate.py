@@ -163,6 +163,7 @@ def test_rejects(trained: Trained, files: Path, tmp_path: Path, rejected: Reject
         ("{empty}", ["no readable checkpoint of a complete epoch"]),
         ("{grid}", ["small.yaml", "torch.save"]),
         ("{files}/flipped_bit.pt", ["flipped_bit.pt: "]),
+        ("{files}/model.safetensors", ["model.safetensors: weights alone", "config.json"]),
         ("{files}/tensor.pt", ["tensor.pt", "Tensor"]),
         ("{files}/no_weights.pt", ["no_weights.pt", "no state dict"]),
         ("{files}/old.pt", ["old.pt", "older version"]),

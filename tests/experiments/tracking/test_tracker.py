@@ -171,6 +171,24 @@ def test_rejects_an_unusable_store(address: str, tmp_path: Path, monkeypatch: py
         plan(grid_run)
 
 
+def test_says_for_what_it_waits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(store, "SECONDS_TO_NOTICE", 0.0)
+    said = ""
+    with store.usable("http://slow:5000"):
+        while not said:
+            said = capsys.readouterr().err
+    assert said == "waiting for MLflow at http://slow:5000\n"
+
+
+def test_says_how_to_restore_a_deleted_experiment(open_small_grid: OpenGrid) -> None:
+    grid_run = open_small_grid()
+    client = grid_run.tracker.client
+    client.delete_experiment(client.get_experiment_by_name(grid_run.name).experiment_id)
+    for use in (open_small_grid, lambda: plan(grid_run)):
+        with pytest.raises(TrackerError, match=r"'small' was deleted in MLflow; .* mlflow experiments restore -x \d+`"):
+            use()
+
+
 def test_command_rejects_a_password_in_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rejected: Rejected) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:s3cret@server:5000")
     message = rejected("run", SMALL_GRID, "--runs", tmp_path / "runs")

@@ -1,5 +1,7 @@
 """The images of a trial: sources, splits, errors, and two workers of which one lists the images."""
 
+import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,30 @@ def test_rejects_split_lists_that_overlap(images: Path) -> None:
     (images / "train-split.txt").write_bytes(first)
     with pytest.raises(DataError, match=r"train-split and val-split share \d image"):
         open_data(image_data(images, split="val-split"))
+
+
+def test_images_held_out_of_train_need_no_folder_val(images: Path, tmp_path: Path) -> None:
+    shutil.rmtree(images / "val")
+    list(pack(Dataset.open(images, "train"), tmp_path / "shards", 2**20, 1))
+    for root, source in ((images, "folder"), (tmp_path / "shards", "shards")):
+        train, val = open_data(image_data(root, source=source, split="val-split", val_split_per_class=2))
+        assert (len(train), len(val)) == (8, 4)
+
+
+def test_rejects_a_single_class_and_names_the_folders_in_it(images: Path) -> None:
+    for split in ("train", "val"):
+        (images / split).rename(images / "moved")
+        (images / split).mkdir()
+        (images / "moved").rename(images / split / "photos")
+    with pytest.raises(DataError, match=r"a single class, photos, .* \(cat, dog\), move them to .*train"):
+        open_data(image_data(images))
+
+
+def test_says_that_classes_have_other_unicode_characters(images: Path) -> None:
+    for split, form in (("train", "NFC"), ("val", "NFD")):
+        (images / split / "cat").rename(images / split / unicodedata.normalize(form, "café"))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"spell café with different characters"):
+        open_data(image_data(images))
 
 
 def test_synthetic_images_need_no_folder() -> None:
