@@ -152,7 +152,7 @@ def start_ray(start: Callable[[], T]) -> T:
             return start()
         except Exception as error:  # Ray raises Exception itself
             kill_descendants(others)
-            if attempt == _ATTEMPTS or isinstance(error, (ValueError, OSError)):  # which would be raised again
+            if attempt == _ATTEMPTS or isinstance(error, (ValueError, PermissionError)):  # which would be raised again
                 raise ClusterError(f"Ray did not start on this machine ({_reason(error)})") from error
             attempt += 1
             again = f"starting it again ({attempt} of {_ATTEMPTS})"

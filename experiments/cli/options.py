@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ class FilePath(click.Path):
         super().__init__(exists=exists, allow_dash=allow_dash, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(Path(value).expanduser(), param, ctx)
+        return super().convert(Path(os.path.expanduser(value)), param, ctx)
 
 
 class _Grid(click.ParamType[Path]):

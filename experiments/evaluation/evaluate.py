@@ -288,7 +288,7 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
             )
         asked = store.uri(f"checkpoints/{asked}")
     if not is_uri(asked):
-        yield Path(asked).expanduser(), None
+        yield Path(os.path.expanduser(asked)), None
         return
     opened = open_store(asked)
     file = ""  # the name of what the address names

@@ -106,7 +106,7 @@ def read_grid(path: Path) -> dict[str, Any]:
     while (parent := content.pop("extends", None)) is not None:
         if not isinstance(parent, str):
             raise UserError(f"{files[-1]}: extends: must be the path of a grid, not {parent!r}; an example is comparison.yaml")
-        files.append(files[-1].parent / Path(parent).expanduser())
+        files.append(files[-1].parent / Path(os.path.expanduser(parent)))
         if files[-1].resolve() in (file.resolve() for file in files[:-1]):
             raise UserError(f"{files[-2]}: extends: this grid extends itself ({' -> '.join(map(str, files))})")
         content = _with_absolute_imports(files[-1], read_yaml(files[-1])) | content
@@ -116,12 +116,12 @@ def read_grid(path: Path) -> dict[str, Any]:
 def _with_absolute_imports(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(imports := content.get("imports"), list):
         return content
-    return content | {"imports": [os.path.abspath(path.parent / Path(str(file)).expanduser()) for file in imports]}
+    return content | {"imports": [os.path.abspath(path.parent / Path(os.path.expanduser(str(file)))) for file in imports]}
 
 
 def grid_path(name: str | Path) -> Path:
     """The file of a grid: a path, or one of the project's grids by its name. Raises UserError for an unknown name."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists() or path.name != str(name) or path.suffix:
         return path
     known = sorted(file.stem for file in GRIDS_DIR.glob("*.yaml"))
@@ -138,7 +138,7 @@ def profile_path(name: str) -> Path:
     """
     known = {path.stem: path for path in sorted(PROFILES_DIR.glob("*.yaml"), key=lambda path: path.stem)}
     if name.endswith(".yaml"):
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         if path.stem in known and path.resolve() != known[path.stem]:
             raise UserError(f"{name}: the project has a profile with this name; rename the file")
         return path
@@ -166,7 +166,7 @@ def anchored(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
     have it elsewhere."""
     for section, key in PATHS:
         if _has(layer, f"{section}.{key}") and isinstance(value := layer[section][key], str):
-            path = Path(value).expanduser()
+            path = Path(os.path.expanduser(value))
             if folder.resolve() != PROJECT_DIR or path.is_absolute():
                 layer = merged(layer, {section: {key: os.path.abspath(folder / path)}})
     return layer

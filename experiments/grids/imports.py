@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ def import_files(paths: Iterable[str | Path]) -> tuple[SourceFile, ...]:
         UserError: a file cannot be read, or raises an exception; the message names it.
     """
     files: list[SourceFile] = []
-    for path in (Path(name).expanduser() for name in paths):
+    for path in (Path(os.path.expanduser(name)) for name in paths):
         try:
             file = SourceFile(name=path.stem, source=path.read_bytes().decode("utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:

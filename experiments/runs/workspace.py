@@ -77,7 +77,7 @@ def open_store(runs: str | Path | None = None) -> Store:
     """
     runs = runs or default_runs()
     if not is_uri(runs):
-        return LocalStore(Path(runs).expanduser().resolve())
+        return LocalStore(Path(os.path.expanduser(runs)).resolve())
     kind = str(runs).partition("://")[0]
     if kind not in STORES:
         raise UserError(f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix")

@@ -330,7 +330,7 @@ def test_relative_paths_of_grid_and_overrides_are_relative_to_the_current_folder
 def test_text_of_an_override_is_not_yaml(write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = write_grid("question: q\nbase: {data: {source: folder}}\nrows: [{id: a, model: {name: resnet26}}]")
-    for name in ("images #2", "2024-05-01", "2024", "[raw]", "a: b", "no", "'"):
+    for name in ("images #2", "2024-05-01", "2024", "[raw]", "a: b", "no", "'", "~no-such-user"):
         assert expand(path, f"data.root={name}")["a"].config.data.root == str(tmp_path / name)
     assert expand(path, "data.root='a b'")["a"].config.data.root == str(tmp_path / "a b")
     assert expand(path, "data.root=x", "data.lists=null")["a"].config.data.lists is None
