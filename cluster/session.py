@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -116,6 +117,10 @@ def _connect(address: str | None) -> None:
         local: dict[str, Any] = {"address": "local", "num_cpus": available_cpus(), "include_dashboard": False}
         if (python := shlex.quote(sys.executable)) != sys.executable:  # Ray passes it to a shell without quotes
             local["runtime_env"] = {"py_executable": python}
+        if not os.access(os.path.expanduser("~/"), os.W_OK) and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+            # Ray would write its token into the home folder, which containers with another user lack.
+            (token := private_folder() / "auth_token").write_text(secrets.token_hex(32))
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
         start_ray(lambda: ray.init(**local, _temp_dir=str(private_folder() / "ray"), **quiet))
         with suppress(OSError):  # Ray creates the token with the default permissions
             Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").chmod(0o600)

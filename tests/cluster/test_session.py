@@ -1,3 +1,4 @@
+import os
 import re
 import stat
 import subprocess
@@ -74,13 +75,15 @@ with cluster.session.session():
 
 @pytest.mark.slow
 def test_trials_start_in_any_folder(tmp_path: Path) -> None:
-    """The path of Python has a space, and files in the current folder, which have names of modules, do not replace them."""
+    """The path of Python has a space, files in the current folder, which have names of modules, do not replace them, and there
+    is no home folder, in which Ray would keep its token."""
     (tmp_path / "wörk dir").symlink_to(sys.prefix)
     python = tmp_path / "wörk dir/bin/python"
     for name in ("san", "profile", "statistics"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit")
     # -P: not in the path of this process either, as for the command `san`
-    run = subprocess.run([python, "-P", "-c", _TASK_WITH_VARIABLES], cwd=tmp_path, capture_output=True, text=True)
+    command, environment = [python, "-P", "-c", _TASK_WITH_VARIABLES], os.environ | {"HOME": str(tmp_path / "san.py")}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (run.stdout, run.returncode) == (f"{python} False\n", 0), run.stderr
 
 
