@@ -31,8 +31,8 @@ T = TypeVar("T")
 _ATTEMPTS = 3
 """How often Ray may start: it waits only 30 s for its own processes, which a busy machine can miss."""
 
-LONGEST_TEMPORARY = 25
-"""Bytes of a temporary folder's path that leave room for the 80 of Ray's sockets in it; a socket's path has at most 107."""
+_LONGEST_TEMPORARY = 25
+"""Most bytes in the path of the temporary folder: Ray adds 80, and the path of a Unix socket may have 107."""
 
 # Ray reads these from the environment of the driver, and Tune passes them on to its processes.
 _SETTINGS = {
@@ -118,7 +118,7 @@ def _connect(address: str | None) -> None:
         if (python := shlex.quote(sys.executable)) != sys.executable:  # Ray passes it to a shell without quotes
             local["runtime_env"] = {"py_executable": python}
         if not os.access(os.path.expanduser("~/"), os.W_OK) and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-            # Ray would write its token into the home folder, which containers with another user lack.
+            # Ray would write its token into the home folder, which some users of containers do not have.
             (token := private_folder() / "auth_token").write_text(secrets.token_hex(32))
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
         start_ray(lambda: ray.init(**local, _temp_dir=str(private_folder() / "ray"), **quiet))
@@ -157,7 +157,7 @@ def start_ray(start: Callable[[], T]) -> T:
             return start()
         except Exception as error:  # Ray raises Exception itself
             kill_descendants(others)
-            if attempt == _ATTEMPTS or isinstance(error, (ValueError, PermissionError)):  # which would be raised again
+            if attempt == _ATTEMPTS or isinstance(error, (ValueError, PermissionError)):  # another start would raise it again
                 raise ClusterError(f"Ray did not start on this machine ({_reason(error)})") from error
             attempt += 1
             again = f"starting it again ({attempt} of {_ATTEMPTS})"
@@ -171,7 +171,7 @@ def _reason(error: Exception) -> str:
 def private_folder() -> Path:
     """A folder that only this user can open: Ray lets everyone write to its own folder of sockets and logs."""
     temporary = Path(tempfile.gettempdir())
-    if len(os.fsencode(temporary)) > LONGEST_TEMPORARY:
+    if len(os.fsencode(temporary)) > _LONGEST_TEMPORARY:
         temporary = Path("/tmp")
     folder = temporary / f"san-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

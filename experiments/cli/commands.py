@@ -307,8 +307,8 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left would fail again at the end
-        click.echo("san: cannot print the result, because the disk to which it is written is full", err=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest of the output when it ends
+        click.echo("san: no space left for the output or for a file; free disk space and run the command again", err=True)
         sys.exit(1)
     except Exception as error:
         if not isinstance(error, _printed_errors()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -55,7 +56,7 @@ class Tracker:
             TrackerError: the tracking server does not respond, or the experiment was deleted.
         """
         with usable(self.uri):
-            if self._found() is None:
+            if self._existing_experiment() is None:
                 local = self.uri.startswith("sqlite")
                 self.client.create_experiment(self.grid, artifact_location=artifacts.as_uri() if local else None)
             if self._parent() is not None:
@@ -76,7 +77,7 @@ class Tracker:
         Prefers finished runs of any grid over runs that this grid stopped early, and these over its unfinished runs.
         """
         with usable(self.uri):
-            own, runs = self._found(), self._anywhere(TRIALS)
+            own, runs = self._existing_experiment(), self._anywhere(TRIALS)
 
         def worth(run: Run) -> tuple[bool, bool, bool]:
             is_own = own is not None and run.info.experiment_id == own.experiment_id
@@ -160,16 +161,16 @@ class Tracker:
                 self.client.log_artifact(run_id, str(file), folder)
             self.client.set_terminated(run_id, status="FINISHED" if complete else "FAILED")
 
-    def _found(self) -> Experiment | None:
+    def _existing_experiment(self) -> Experiment | None:
         """The grid's experiment, if it exists. Raises TrackerError if it was deleted."""
         experiment = self.client.get_experiment_by_name(self.grid)
         if experiment is not None and experiment.lifecycle_stage == LifecycleStage.DELETED:
-            restore = f"MLFLOW_TRACKING_URI={self.uri} mlflow experiments restore -x {experiment.experiment_id}"
+            restore = f"MLFLOW_TRACKING_URI={shlex.quote(self.uri)} mlflow experiments restore -x {experiment.experiment_id}"
             raise TrackerError(f"experiment {self.grid!r} was deleted in MLflow; restore it with `{restore}`")
         return experiment
 
     def _experiment(self) -> Experiment:
-        experiment = self._found()
+        experiment = self._existing_experiment()
         assert experiment is not None, "prepare() creates the experiment first"
         return experiment
 

@@ -75,8 +75,8 @@ with cluster.session.session():
 
 @pytest.mark.slow
 def test_trials_start_in_any_folder(tmp_path: Path) -> None:
-    """The path of Python has a space, files in the current folder, which have names of modules, do not replace them, and there
-    is no home folder, in which Ray would keep its token."""
+    """The path of Python has a space, the current folder has files with the names of modules, and no home folder can keep Ray's
+    token."""
     (tmp_path / "wörk dir").symlink_to(sys.prefix)
     python = tmp_path / "wörk dir/bin/python"
     for name in ("san", "profile", "statistics"):

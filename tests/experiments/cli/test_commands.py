@@ -101,7 +101,7 @@ def test_shells_complete_commands() -> None:
 def test_full_disk_under_the_output_is_one_message() -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "experiments", "models"], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1) and done.stderr.startswith("san: cannot print")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1) and done.stderr.startswith("san: no space left")
 
 
 def test_report_and_runs_of_an_empty_store(run_san: San, printed: Printed, rejected: Rejected, tmp_path: Path) -> None:
