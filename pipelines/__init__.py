@@ -9,7 +9,7 @@ DALI takes about a gigabyte of memory. It is loaded when the first epoch starts,
 from pipelines.datasets.cifar import CIFAR, prepare_cifar
 from pipelines.datasets.dataset import Dataset
 from pipelines.datasets.digits import prepare_digits
-from pipelines.errors import DataError
+from pipelines.errors import DataError, DecodingError
 from pipelines.loader import Batch, Loader
 from pipelines.transform import Transform
 
@@ -18,6 +18,7 @@ __all__ = [
     "Batch",
     "DataError",
     "Dataset",
+    "DecodingError",
     "Loader",
     "Transform",
     "prepare_cifar",

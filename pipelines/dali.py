@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.datasets.check import MOST_PIXELS, has_variants, is_animated_png
 from pipelines.transform import Transform
 
 # DALI reads this setting when it is loaded, and then reuses the memory of decoded images.
@@ -82,8 +83,9 @@ class Encoded(NamedTuple):
     """DALI's tensors."""
     sizes_N2: NDArray[np.int64]
     """(height, width) in pixels."""
-    unended_N: NDArray[np.bool_]
-    """Whether the image is a JPEG that does not end with the end marker: it is truncated, or other bytes follow the marker."""
+    unsure_N: NDArray[np.bool_]
+    """Whether `check` must look at the image before it is decoded here: a JPEG without an end marker at its end (truncated, or
+    other bytes follow), a format that has variants which DALI decodes wrongly, an animated PNG, or a huge image."""
 
 
 def read(pipeline: Any) -> Encoded:
@@ -93,8 +95,31 @@ def read(pipeline: Any) -> Encoded:
         RuntimeError: a file is missing or has an invalid header.
     """
     encoded, shapes, first, last = pipeline.run()
-    unended_N = (first.as_array() == (0xFF, 0xD8)).all(axis=1) & (last.as_array() != (0xFF, 0xD9)).any(axis=1)
-    return Encoded(encoded, np.array(shapes.as_array())[:, :2], unended_N)
+    first_N2, last_N2, sizes_N2 = first.as_array(), last.as_array(), np.array(shapes.as_array())[:, :2]
+    unsure_N = (first_N2 == (0xFF, 0xD8)).all(axis=1) & (last_N2 != (0xFF, 0xD9)).any(axis=1)
+    unsure_N |= sizes_N2.astype(np.float64).prod(axis=1) > MOST_PIXELS
+    others = np.flatnonzero(first_N2[:, 0] != 0xFF)
+    for index in others.tolist():
+        unsure_N[index] |= has_variants(first_N2[index].tobytes()) or is_animated_png(np.asarray(encoded.at(index)).data)
+    return Encoded(encoded, sizes_N2, unsure_N)
+
+
+def size_pipeline() -> Any:
+    """A pipeline that reads the size of the image in its input `encoded`: height, width, channels."""
+    return _single(fn.peek_image_shape)
+
+
+def image_pipeline() -> Any:
+    """A pipeline that decodes the image in its input `encoded`, on the CPU."""
+    return _single(lambda encoded: fn.decoders.image(encoded, output_type=types.RGB))
+
+
+def _single(operator: Callable[[Any], Any]) -> Any:
+    pipeline = Pipeline(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    with pipeline:
+        pipeline.set_outputs(operator(fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)))
+    pipeline.build()
+    return pipeline
 
 
 def decoding_pipeline(

@@ -10,6 +10,10 @@ class DataError(ValueError):
     """Data or data settings cannot be used. The message says what to do."""
 
 
+class DecodingError(RuntimeError):
+    """DALI failed, but not because of a single image; another attempt may succeed. The message names the images."""
+
+
 def join_names(names: Iterable[str]) -> str:
     """Sorted names for a message."""
     listed = sorted(names)

@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 from pipelines import sampler
 from pipelines.datasets.check import Broken, broken_images
 from pipelines.datasets.dataset import Dataset
-from pipelines.errors import DataError
+from pipelines.errors import DataError, DecodingError, join_names
 from pipelines.resample import resampler, visible_region
 from pipelines.transform import MANIPULATIONS, CropParams, Transform, random_numbers, shifted, training_crops, validation_crops
 
@@ -62,8 +62,8 @@ class Loader:
     """The device of the batches. A CUDA device also decodes the images."""
     wait_seconds: float = field(default=0.0, init=False)
     """Time for which the consumer has waited for batches in the latest epoch."""
-    _complete: set[int] = field(default_factory=set, init=False, repr=False)
-    """Indices of JPEGs without an end marker at their end that can be decoded completely."""
+    _sound: set[int] = field(default_factory=set, init=False, repr=False)
+    """Indices of unsure images (see `pipelines.dali.Encoded`) that are right."""
     _idle: "_Pipelines | None" = field(default=None, init=False, repr=False, compare=False)
     """Pipelines of the latest complete epoch, because creating pipelines takes seconds on a GPU."""
     _stream: torch.cuda.Stream | None = field(default=None, init=False, repr=False, compare=False)
@@ -91,6 +91,7 @@ class Loader:
         Raises:
             DataError: the remaining images leave a rank without images in some training step. During iteration: an image
                 cannot be used; the message names it.
+            DecodingError: during iteration, DALI failed for another reason.
         """
         parts = self._rank_indices(number, seen)
         self.wait_seconds = 0.0
@@ -149,7 +150,7 @@ class Loader:
         def batches() -> Iterator[tuple[Any, ...]]:
             for indices in parts:
                 encoded = pipelines.read()
-                self._require_complete(indices[encoded.unended_N])
+                self._require_sound(indices[encoded.unsure_N])
                 crops = self._crops(number, indices, encoded.sizes_N2)
                 yield encoded.images, *(crops if on_gpu else visible_region(crops, self.transform.size))
 
@@ -207,21 +208,24 @@ class Loader:
         copy.record_stream(torch.cuda.current_stream(self.device))
         return copy
 
-    def _require_complete(self, unended: sampler.Indices) -> None:
-        """Checks JPEGs without an end marker, because decoding a region above the break of a truncated file would succeed."""
-        unknown = [index for index in unended.tolist() if index not in self._complete]
+    def _require_sound(self, unsure: sampler.Indices) -> None:
+        """Checks each of these images once; for example, decoding a region above the break of a truncated file succeeds."""
+        unknown = [index for index in unsure.tolist() if index not in self._sound]
         if not unknown:
             return  # Creating the decoder below takes as long as a batch of small images.
         for broken in broken_images(self.dataset, unknown):
             raise self._unusable(broken)
-        self._complete.update(unknown)
+        self._sound.update(unknown)
 
     def _raise_named(self, parts: list[sampler.Indices], error: RuntimeError) -> NoReturn:
-        """Replaces DALI's error by one that names the first broken image. Any other failure is raised unchanged."""
-        indices = (index for part in parts for index in part.tolist())
+        """Replaces DALI's error by one that names the first broken image, or all images that DALI was working on."""
+        indices = [index for part in parts for index in part.tolist()]
         broken = next(broken_images(self.dataset, indices), None)
         if broken is None:
-            raise error
+            names, reason = join_names(map(self.dataset.name_of, indices)), str(error).strip().splitlines()[-1]
+            raise DecodingError(
+                f"DALI failed ({reason}) at one of these images, each of which it can decode alone: {names}"
+            ) from error
         raise self._unusable(broken) from error
 
     def _unusable(self, broken: Broken) -> DataError:

@@ -323,8 +323,8 @@ def main() -> None:
 def _printed_errors() -> tuple[type[Exception], ...]:
     """Imported late, because most commands need neither torch nor DALI."""
     from cluster import ClusterError
-    from pipelines import DataError
+    from pipelines import DataError, DecodingError
     from san import CheckpointError
     from san.choice import ModelError
 
-    return UserError, UnavailableError, DataError, ClusterError, CheckpointError, ModelError
+    return UserError, UnavailableError, DataError, DecodingError, ClusterError, CheckpointError, ModelError

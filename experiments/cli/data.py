@@ -64,8 +64,8 @@ def data() -> None:
     "--from",
     "source",
     type=FilePath(exists=True),
-    help="CIFAR: the official archive (binary version), or an archive or folder of train/CLASS and val/CLASS, instead of a "
-    "download.",
+    help="CIFAR: the official archive (binary version), another one with train/CLASS and val/CLASS, or a folder with the "
+    "content of either, instead of a download.",
 )
 def prepare(name: str, folder: Path | None, source: Path | None) -> None:
     """Write CIFAR or the embedded digits as image files.
@@ -161,7 +161,7 @@ def _checked(dataset: Dataset, lists: Path, workers: int) -> dict[str, Any]:
     images.sort(key=lambda one: one.index)
     broken += [{"path": dataset.name_of(one.index), "reason": one.reason} for one in images]
     result = {"split": dataset.split, "packed": dataset.packed, "images": len(dataset), "broken": broken}
-    result["classes"] = dataset.classes
+    result |= {"classes": dataset.classes, "skipped": dataset.skipped}
     if dataset.packed:
         return result | {"list": None, "digest": dataset.digest()}
     path = list_path(lists, dataset.split)
@@ -180,6 +180,8 @@ def _sentence(result: dict[str, Any]) -> str:
     broken = len(result["broken"])
     images = f"{result['split']}: {result['images']} images{' in shards' if result['packed'] else ''}"
     text = f"{images}; {counted(result['classes'])}; {broken or 'none'} broken"
+    if result["skipped"]:
+        text += f"; skipped {result['skipped']}"
     if problem := result.get("problem"):
         return f"{text}; no list written: {problem}"
     listed = f"; valid images are listed in {result['list']}" if result["list"] else ""

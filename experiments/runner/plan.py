@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from cluster import ClusterError, Resources, concurrency, this_machine
 from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.config import DataConfig
 from experiments.grids.grid import Trial
 from experiments.paper.tables import count, note_on_missing_rows
 from experiments.runner.estimate import Estimator, Hours
@@ -17,7 +16,7 @@ from experiments.runner.grid_run import GridRun, finished_trials, is_done, known
 from experiments.runner.measure import MeasureTask
 from experiments.runner.progress import duration, trial_count
 from experiments.tracking import Result
-from experiments.training.images import open_data
+from experiments.training.images import notes_on, open_data
 from pipelines.datasets.dataset import counted
 
 
@@ -95,10 +94,10 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
 
     unfinished = [trial for trial in planned if not trial.finished and trial.stopped_at is None]
     missing = {trial.key: trial for trial in reversed(unfinished)}  # the first of equal ones has the hours
-    images = " or ".join(dict.fromkeys(_images(trial.config.data) for trial in grid_run.trials))
-    first = f"grid {grid_run.name}, profile {grid_run.profile} ({images}): {trial_count(len(planned))}, {len(missing)} to train"
+    first, *notes = images_in_words(grid_run)
+    first += f": {trial_count(len(planned))}, {len(missing)} to train"
     lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in planned))
-    beside = [f"compared with the paper's table `{grid_run.grid.table}`{lacking}"] if lacking else []
+    beside = [*notes, *([f"compared with the paper's table `{grid_run.grid.table}`{lacking}"] if lacking else [])]
     if not missing:
         return [first, *beside], True
     first += " in the order above"
@@ -114,10 +113,16 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
     return [first, *beside, f"{where} has {room(grid_run, resources, at_once)}", *_in_hours(missing.values(), at_once)], True
 
 
-def _images(data: DataConfig) -> str:
-    train, val = open_data(data)
-    count = f"{len(train):,} training and {len(val):,} validation images of {data.size}x{data.size} pixels"
-    return f"{count}, {counted(train.classes)}"
+def images_in_words(grid_run: GridRun) -> list[str]:
+    """A grid, its profile and its images and classes; then notes on the images."""
+    configs = dict.fromkeys(trial.config.data for trial in grid_run.trials)
+    images = []
+    for data in configs:
+        train, val = open_data(data)
+        number = f"{len(train):,} training and {len(val):,} validation images of {data.size}x{data.size} pixels"
+        images.append(f"{number}, {counted(train.classes)}")
+    first = f"grid {grid_run.name}, profile {grid_run.profile} ({' or '.join(dict.fromkeys(images))})"
+    return [first, *dict.fromkeys(note for data in configs for note in notes_on(data))]
 
 
 def _unequal_sizes(planned: Sequence[PlannedTrial]) -> list[str]:

@@ -6,6 +6,7 @@ import functools
 import os
 import platform
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -38,8 +39,8 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     held_out = config.val_split_per_class if config.split == "val-split" else None
     names = _parts(config.source, root, lists) if config.split == "val-split" and held_out is None else ()
     of_train, of_val = names or ("train", "val")
-    train = _open_split(config.source, root, of_train, lists)
-    val = train if held_out is not None else _open_split(config.source, root, of_val, lists)
+    train = _open_split(config.source, root, lists, of_train)
+    val = train if held_out is not None else _open_split(config.source, root, lists, of_val)
     _require_several_classes(train)
     train.require_same_classes(val)
     if names:
@@ -122,11 +123,11 @@ def open_split(config: DataConfig, name: str | None = None) -> Dataset:
     if config.source == "synthetic":
         return Dataset.synthetic(name, config.synthetic_classes, config.synthetic_per_class)
     root, lists = _folders(config)
-    return _open_split(config.source, root, name, lists)
+    return _open_split(config.source, root, lists, name)
 
 
 @functools.cache
-def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Dataset:
+def _open_split(source: str, root: Path, lists: Path | None, name: str) -> Dataset:
     if source == "shards":
         return Dataset.open_shards(root, name)
     try:
@@ -138,6 +139,45 @@ def _open_split(source: str, root: Path, name: str, lists: Path | None) -> Datas
     except OSError as error:
         where = f"{error.strerror}: {error.filename}"
         raise DataError(f"{root}: cannot read or write images ({where}); set another data.root") from None
+
+
+def notes_on(config: DataConfig) -> list[str]:
+    """What else a user should know about the images: which lists are in use and what has changed since, what was left out, and
+    whether links make the training and validation images the same."""
+    if config.source != "folder":
+        return []
+    train, val = open_data(config)
+    splits = [_open_split(config.source, *_folders(config), name) for name in dict.fromkeys((train.split, val.split))]
+    notes = [f"{one.split}: skipped {one.skipped}" for one in splits if one.skipped]
+    folders = dict.fromkeys(one.folder for one in splits)
+    for folder in folders:
+        notes += _on_lists([one for one in splits if one.folder == folder and one.listed_in is not None])
+    if len(folders) == 2:
+        one, other = folders
+        same = [name for name in train.classes if os.path.samefile(one / name, other / name)]
+        notes += [f"{one} and {other} are the same folders, by links, for {join_names(same)}"] if same else []
+    return notes
+
+
+def _on_lists(parts: Sequence[Dataset]) -> list[str]:
+    """Which lists of a folder are in use, and what has changed since. The folder is listed only if its time is newer."""
+    if not parts:
+        return []
+    lists = [one.listed_in for one in parts if one.listed_in is not None]
+    text = f"images listed in {' and '.join(map(str, lists))}"
+    folder, root = parts[0].folder, parts[0].root
+    listed = set[str]().union(*(one.paths for one in parts))
+    folders = {folder, *(folder / name for name in parts[0].classes), *(root / path.rpartition("/")[0] for path in listed)}
+    try:
+        if max(os.stat(each).st_mtime_ns for each in folders) < min(path.stat().st_mtime_ns for path in lists):
+            return [text]
+        found = set(Dataset.scan(root, folder.name).paths)
+    except (OSError, DataError) as error:
+        return [f"{text}; cannot compare them with {folder}: {error}"]
+    more = f"{len(found - listed):,} images that are not listed and not used" if found - listed else ""
+    less = f"no longer {len(listed - found):,} of the listed images" if listed - found else ""
+    has = " and ".join(filter(None, (more, less)))
+    return [f"{text}; {folder} has {has}; see `san data check` and `san data split`" if has else text]
 
 
 def without_writing(config: DataConfig) -> DataConfig:

@@ -1,29 +1,39 @@
 """Finds images that DALI cannot decode.
 
-A DALI pipeline fails at the first broken image, and some broken images crash the process. So `check` decodes one image at a
-time, in other processes.
+A DALI pipeline fails at the first broken image, and some images crash the process. So `check` decodes one image at a time, in
+other processes; after a crash, it decodes those that were in work one by one, each in its own process.
 """
 
 import os
 import signal
+import stat
+import struct
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
-from itertools import islice
+from itertools import chain
 from multiprocessing import get_context, parent_process
 from threading import Thread
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.datasets.dataset import Dataset, Source
 from pipelines.errors import DataError
 
 AT_ONCE = 16
 """Images that are sent to a process at a time."""
+MOST_PIXELS = 178_956_970
+"""Larger images are rejected before they are decoded, because a header can claim more pixels than fit into memory. This is
+the size at which Pillow raises an error."""
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF", "PPM")
+"""Formats that are read, as Pillow calls them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +55,63 @@ def broken_images(dataset: Dataset, indices: Iterable[int]) -> Iterator[Broken]:
 def check(dataset: Dataset, workers: int) -> Iterator[tuple[int, list[Broken]]]:
     """Decodes all images in `workers` processes, which end with the iterator.
 
-    Yields the number of newly checked images and the broken ones among them, in any order.
+    An image that crashes its process is broken, too. Yields the number of newly checked images and the broken ones among them,
+    in any order.
 
     Raises:
-        DataError: a process could not be started or was ended; the message names the images that were being decoded.
+        DataError: a process could not be started.
     """
     _Decoder()  # Fail now if DALI cannot be loaded.
-    pieces = (range(len(dataset))[begin : begin + AT_ONCE] for begin in range(0, len(dataset), AT_ONCE))
-    pool = ProcessPoolExecutor(min(workers, -(-len(dataset) // AT_ONCE)), get_context("spawn"), _begin)
-    running: dict[Future[list[Broken]], Sequence[int]] = {}
+    waiting = deque(range(len(dataset))[begin : begin + AT_ONCE] for begin in range(0, len(dataset), AT_ONCE))
+    while waiting:
+        running: dict[Future[list[Broken]], Sequence[int]] = {}
+        with _processes(min(workers, len(waiting))) as pool:
+            try:
+                yield from _checked(dataset, pool, waiting, running, 2 * workers)
+                continue
+            except BrokenProcessPool:
+                pass
+        yield from _one_by_one(dataset, deque(sorted(chain.from_iterable(running.values()))))
+
+
+def _checked(
+    dataset: Dataset,
+    pool: ProcessPoolExecutor,
+    waiting: deque[range],
+    running: dict[Future[list[Broken]], Sequence[int]],
+    at_once: int,
+) -> Iterator[tuple[int, list[Broken]]]:
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            piece = [(index, dataset.source(index)) for index in waiting[0]]
+            running[pool.submit(_check, piece)] = waiting.popleft()
+        for done in wait(running, return_when=FIRST_COMPLETED).done:
+            broken = done.result()
+            yield len(running.pop(done)), broken
+
+
+def _one_by_one(dataset: Dataset, waiting: deque[int]) -> Iterator[tuple[int, list[Broken]]]:
+    """Decodes images in one process, which is replaced when it crashes."""
+    while waiting:
+        with _processes(1) as pool:
+            pool.submit(_decoder_starts).result()
+            while waiting:
+                index = waiting.popleft()
+                try:
+                    yield 1, pool.submit(_check, [(index, dataset.source(index))]).result()
+                except BrokenProcessPool:
+                    yield 1, [Broken(index, "crashes the decoder, or needs more memory than there is")]
+                    break
+
+
+@contextmanager
+def _processes(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that decode, and that end with the block."""
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin)
     try:
-        while True:
-            for piece in islice(pieces, 2 * workers - len(running)):
-                running[pool.submit(_check, [(index, dataset.source(index)) for index in piece])] = piece
-            if not running:
-                return
-            for done in wait(running, return_when=FIRST_COMPLETED).done:
-                broken = done.result()
-                yield len(running.pop(done)), broken
+        yield pool
     except BrokenProcessPool:
-        names = ", ".join(sorted(dataset.paths[index] for piece in running.values() for index in piece))
-        raise DataError(
-            f"a decoding process has crashed or was ended; remove the image that crashes it, or lower --workers if memory is "
-            f"short. Images that were being decoded: {names}"
-        ) from None
+        raise DataError("a decoding process ended before it had decoded anything; lower --workers if memory is short") from None
     except OSError as error:
         raise DataError(f"cannot start a decoding process ({error.strerror}); lower --workers") from None
     finally:
@@ -94,6 +137,10 @@ def _check(images: list[tuple[int, Source]]) -> list[Broken]:
     return [Broken(index, reason) for index, reason in problems if reason is not None]
 
 
+def _decoder_starts() -> None:
+    _decoder()
+
+
 @cache
 def _decoder() -> "_Decoder":
     """The decoder of a process."""
@@ -104,35 +151,71 @@ class _Decoder:
     """Decodes single images on the CPU."""
 
     def __init__(self) -> None:
-        self._pipeline = _decoding_pipeline()
+        from pipelines import dali
+
+        self._dali = dali
+        self._pipelines = dali.size_pipeline(), dali.image_pipeline()
 
     def problem(self, source: Source) -> str | None:
-        """Why an image cannot be decoded, or None."""
+        """Why an image cannot be used, or None."""
         try:
+            if not stat.S_ISREG(os.stat(source.file).st_mode):
+                return "not a file, but a folder, a pipe or a device"
             encoded = source.read()
         except OSError as error:
             return f"cannot read this file ({error.strerror})"
         if not encoded:
             return "empty file"
+        if is_animated_png(encoded):
+            return "an animated PNG, which may crash DALI's decoder; save its first picture as a PNG"
         try:
-            self._pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8)])
-            self._pipeline.run()
-            return None
+            height, width = self._run(0, encoded)[:2].tolist()
+            if height * width > MOST_PIXELS:
+                return f"{width}x{height} pixels; the maximum is {MOST_PIXELS:,} pixels in all; save a smaller copy"
+            pixels_HWC = self._run(1, encoded)
         except RuntimeError:
-            self._pipeline = _decoding_pipeline()  # A pipeline is unusable after an error.
-        return _fault(encoded) or "DALI cannot decode this image, but Pillow can"
+            self._pipelines = self._dali.size_pipeline(), self._dali.image_pipeline()  # unusable after an error
+            return _fault(encoded) or "DALI cannot decode this image, but Pillow can; save it as another JPEG or PNG file"
+        if has_variants(encoded[:2]) and not _is_as_in_pillow(encoded, pixels_HWC):
+            return "a variant of TIFF, PPM or PGM whose pixels DALI decodes wrongly; save it as a PNG"
+        return None
+
+    def _run(self, number: int, encoded: bytes) -> NDArray[Any]:
+        pipeline = self._pipelines[number]
+        pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8)])
+        (output,) = pipeline.run()
+        return np.asarray(output.at(0))
 
 
-def _decoding_pipeline() -> Any:
-    from pipelines.dali import Pipeline, fn, types
+def has_variants(first: bytes) -> bool:
+    """Whether the first two bytes are those of a format, TIFF or PNM, of which DALI decodes some variants wrongly."""
+    return first in (b"II", b"MM") or (first[:1] == b"P" and first[1:].isdigit())
 
-    pipeline = Pipeline(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
-    with pipeline:
-        encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        # Training also parses the header, to compute crops.
-        pipeline.set_outputs(fn.peek_image_shape(encoded), fn.decoders.image(encoded, output_type=types.RGB))
-    pipeline.build()
-    return pipeline
+
+def is_animated_png(encoded: bytes | memoryview) -> bool:
+    """Whether this is a PNG with several pictures (a chunk `acTL` before the first). DALI 1.52's decoder crashes on some."""
+    if bytes(encoded[:4]) != b"\x89PNG":
+        return False
+    at, chunk = 8, b""
+    while at + 8 <= len(encoded) and chunk not in (b"acTL", b"IDAT"):
+        length, chunk = struct.unpack(">I4s", encoded[at : at + 8])
+        at += 12 + length
+    return chunk == b"acTL"
+
+
+def _is_as_in_pillow(encoded: bytes, pixels_HWC: NDArray[np.uint8]) -> bool:
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(BytesIO(encoded)) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if image.mode.startswith("I;16") or (image.mode == "I" and opened.format == "PPM"):
+                expected_HWC = np.asarray(image).astype(np.float32)[:, :, None] / 257  # Pillow would clip
+            else:
+                expected_HWC = np.asarray(image.convert("RGB")).astype(np.float32)
+    except Exception:  # Pillow does not know this variant
+        return False
+    return expected_HWC.shape[:2] == pixels_HWC.shape[:2] and bool(np.abs(expected_HWC - pixels_HWC).max() <= 2)
 
 
 def _fault(encoded: bytes) -> str | None:
@@ -143,7 +226,7 @@ def _fault(encoded: bytes) -> str | None:
         with Image.open(BytesIO(encoded)) as image:
             image.load()
     except UnidentifiedImageError:
-        return "not a JPEG or PNG image"
+        return "not an image in a known format"
     except Exception as error:
         return f"damaged: {error}"
-    return None if image.format in ("JPEG", "PNG") else f"a {image.format} image, which DALI cannot decode"
+    return None if image.format in FORMATS else f"a {image.format} image, which DALI cannot decode; save it as a PNG"

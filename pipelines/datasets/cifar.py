@@ -11,9 +11,10 @@ import tarfile
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -26,8 +27,6 @@ Counting = Callable[[str, int | None, str], AbstractContextManager[Callable[[int
 """Displays the progress of a task with this name, total (if known) and unit. The context's function adds to the count."""
 CHUNK = 10**6
 """Bytes that are downloaded at a time."""
-DAMAGED = EOFError, tarfile.TarError, gzip.BadGzipFile, lzma.LZMAError, zlib.error
-"""Exceptions of an archive that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,9 @@ SPLITS = {"data_batch_1": "train", "train": "train", "test_batch": "val", "test"
 def prepare_cifar(root: Path, name: str, source: Path | None, counting: Counting) -> Path:
     """Writes `root/{train,val}/<class>/*` and returns `root`, or returns at once if the folder exists.
 
-    The official archive is downloaded next to `root` unless `source` is given: that archive, another archive of class folders,
-    or a folder `train/<class>`, `val/<class>`. `name` is one of `CIFAR`. The folder appears only when it is complete.
+    The official archive is downloaded next to `root` unless `source` is given: that archive or another one with class folders
+    `train/<class>`, `val/<class>`, or a folder with the content of either. `name` is one of `CIFAR`. The folder appears only
+    when it is complete.
 
     Raises:
         DataError: the folder exists with other content, the download failed or is damaged, or `source` has another content.
@@ -76,10 +76,10 @@ def prepare_cifar(root: Path, name: str, source: Path | None, counting: Counting
     archive = source or _downloaded(CIFAR[name], root.parent, counting)
     with unfinished_folder(root) as folder:
         with counting(f"write {root}", None, "images") as count:
-            if archive.is_dir():
+            if has_splits(archive):
                 _copy(archive, folder, count)
             else:
-                _unpack(archive, folder, name, count)
+                _write(archive, folder, name, count)
         if not has_splits(folder):
             raise DataError(f"{archive}: neither the binary version of {name} nor folders train/CLASS and val/CLASS")
     if source is None:
@@ -136,36 +136,52 @@ def _copy(source: Path, root: Path, count: Callable[[int], None]) -> None:
             count(sum(1 for _ in folder.iterdir()))
 
 
-def _unpack(path: Path, root: Path, name: str, count: Callable[[int], None]) -> None:
-    archive = CIFAR[name]
-    names: list[str] = []
+@contextmanager
+def _files_in(source: Path) -> Iterator[Iterator[tuple[str, Callable[[], bytes]]]]:
+    """The names of all files in a folder or an archive, and functions that read them. Links in an archive are files, too."""
+    if source.is_dir():
+        paths = (path for path in sorted(source.rglob("*")) if path.is_file())
+        yield ((str(path.relative_to(source)), path.read_bytes) for path in paths)
+        return
     try:
-        with tarfile.open(path) as tar:
-            for member in tar:
-                inner = PurePosixPath(member.name)
-                if inner.name == archive.classes:
-                    names = _read(tar, member).decode().split()
-                elif inner.suffix == ".bin" and inner.stem in SPLITS:
-                    rows = np.frombuffer(_read(tar, member), np.uint8)
-                    if rows.size % (archive.label_bytes + PIXELS):
-                        raise DataError(f"{path}: {member.name} is not from the binary version of {name}; give that archive")
-                    count(_write_images(rows.reshape(-1, archive.label_bytes + PIXELS), inner.stem, root))
-                elif member.isfile() and inner.parts[-3:-2] and inner.parts[-3] in ("train", "val"):
-                    file = root.joinpath(*inner.parts[-3:])
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_bytes(_read(tar, member))
-                    count(1)
-    except DAMAGED as error:
-        raise DataError(f"{path}: cannot read this archive ({error}); download it again, or give another file") from None
-    for number, class_name in enumerate(names):
-        for split in ("train", "val"):
-            if (numbered := root / split / str(number)).is_dir():
-                numbered.rename(root / split / class_name)
+        with tarfile.open(source) as tar:
+            yield ((member.name, partial(_read, tar, member)) for member in tar if not member.isdir())
+    except (EOFError, KeyError, tarfile.TarError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise DataError(f"{source}: cannot read this archive ({error}); download it again, or give another file") from None
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = tar.extractfile(member)
     return b"" if file is None else file.read()
+
+
+def _write(source: Path, root: Path, name: str, count: Callable[[int], None]) -> None:
+    """Writes the images of the official binary files, and files `.../{train,val}/<class>/...` as they are."""
+    archive = CIFAR[name]
+    names: list[str] = []
+    with _files_in(source) as files:
+        for file, read in files:
+            inner = PurePosixPath(file)
+            splits = [place for place, part in enumerate(inner.parts) if part in ("train", "val")]
+            if inner.name == archive.classes:
+                names = read().decode().split()
+            elif inner.suffix == ".bin" and inner.stem in SPLITS:
+                content = read()
+                if len(content) % (archive.label_bytes + PIXELS):
+                    raise DataError(f"{source}: {file} is not from the binary version of {name}; give that archive")
+                rows = np.frombuffer(content, np.uint8).reshape(-1, archive.label_bytes + PIXELS)
+                count(_write_images(rows, inner.stem, root))
+            elif splits and len(inner.parts) >= splits[0] + 3:
+                if ".." in inner.parts:
+                    raise DataError(f"{source}: {file} would be written outside of {root}; give another archive")
+                copy = root.joinpath(*inner.parts[splits[0] :])
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(read())
+                count(1)
+    for number, class_name in enumerate(names):
+        for split in ("train", "val"):
+            if (numbered := root / split / str(number)).is_dir():
+                numbered.rename(root / split / class_name)
 
 
 def _write_images(rows: NDArray[np.uint8], stem: str, root: Path) -> int:

@@ -1,7 +1,10 @@
 """A dataset: one split of an image folder in ImageNet's layout, `root/split/class/image`, or of shards made from one."""
 
+import functools
 import hashlib
+import heapq
 import os
+import stat
 import unicodedata
 from array import array
 from collections import Counter
@@ -11,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +23,8 @@ from pipelines.datasets.manifest import digest, encode, list_path, read_list
 from pipelines.datasets.shards import Shards, index_path, read_index
 from pipelines.errors import DataError, join_names
 
-SUFFIXES = (".jpg", ".jpeg", ".png")
+SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
+"""Names of images, in any case. Other files are skipped and counted."""
 SYNTHETIC_AT_MOST = 5_000_000
 """Maximum number of images, whose names take half a gigabyte."""
 PARTS_OF = {"train-split": "train", "val-split": "train"}
@@ -64,6 +68,10 @@ class Dataset:
     shards: Shards | None = field(default=None, repr=False, compare=False)
     is_synthetic: bool = False
     """The loader generates the images."""
+    listed_in: Path | None = field(default=None, compare=False)
+    """The image list, if there is one."""
+    skipped: str = field(default="", compare=False)
+    """What `scan` left out, such as `2 .gif, 1 .txt`."""
 
     @classmethod
     def open(cls, root: Path | str, split: str, lists: Path | str | None = None) -> "Dataset":
@@ -83,9 +91,10 @@ class Dataset:
 
     @classmethod
     def scan(cls, root: Path | str, split: str) -> "Dataset":
-        """Lists the JPEG and PNG files in `root/split/<class>/` and its subfolders, except those whose names begin with a dot.
+        """Lists the images (`SUFFIXES`) in `root/split/<class>/` and its subfolders, except names that begin with a dot.
 
-        Symbolic links are followed.
+        Links are followed, but a file that has several names counts once, under the one with the fewest links. What is left
+        out is counted in `skipped`.
 
         Raises:
             DataError: the folder or the split cannot be read, there are no class folders, or one contains no images.
@@ -96,12 +105,15 @@ class Dataset:
             folder = _split_folder(root, split)
             names = _class_names(folder)
             with ThreadPoolExecutor(LISTING_THREADS) as pool:
-                files = dict(zip(names, pool.map(_images, [folder / name for name in names]), strict=True))
-        _require_images(folder, files)
+                found = dict(zip(names, pool.map(_found, [folder / name for name in names]), strict=True))
+            again = _remove_further_names(folder, found) if any(one.links for one in found.values()) else 0
+        _require_images(folder, found)
+        files = {name: sorted(one.images) for name, one in found.items()}
         paths = tuple(f"{split}/{name}/{file}" for name, listed in files.items() for file, _ in listed)
         labels = array("q", chain.from_iterable(repeat(label, len(listed)) for label, listed in enumerate(files.values())))
         sizes = array("q", (size for listed in files.values() for _, size in listed))
-        return cls(root, split, tuple(files), paths, labels, sizes)
+        skipped = _skipped([one.others for one in found.values()], again)
+        return cls(root, split, tuple(files), paths, labels, sizes, skipped=skipped)
 
     @classmethod
     def open_shards(cls, root: Path | str, split: str) -> "Dataset":
@@ -160,10 +172,15 @@ class Dataset:
                 f"{path}: this list does not match {folder}: {' and '.join(lacks)}; use the folder that the list describes, "
                 "or regenerate the list with `san data check`"
             )
-        return cls(root, split, classes, paths, labels, sizes)
+        return cls(root, split, classes, paths, labels, sizes, listed_in=path)
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the class folders; packed images were there before they were packed."""
+        return self.root / self.paths[0].partition("/")[0]
 
     @property
     def packed(self) -> bool:
@@ -273,8 +290,13 @@ class Dataset:
         return digest(self.paths, self.sizes)
 
     def require_disjoint(self, other: "Dataset") -> None:
-        """Raises DataError if `other` shares images with this split."""
-        if shared := set(self.paths) & set(other.paths):
+        """Raises DataError if `other` shares images with this split, under any path of their folders."""
+        real = functools.cache(lambda folder: os.path.realpath(self.root / folder))
+        mine, others = (
+            {f"{real(folder)}/{name}": path for path in each.paths for folder, _, name in [path.rpartition("/")]}
+            for each in (self, other)
+        )
+        if shared := {mine[file] for file in mine.keys() & others.keys()}:
             raise DataError(
                 f"splits {self.split} and {other.split} share {len(shared)} "
                 f"{'image' if len(shared) == 1 else 'images'}, such as {min(shared)}; "
@@ -375,25 +397,73 @@ def _class_names(folder: Path) -> list[str]:
     return names
 
 
-def _images(folder: Path) -> list[tuple[str, int]]:
-    """Names and sizes in bytes, sorted by name. Names of files in subfolders contain the subfolder."""
-    found = []
-    for inside, folders, names in os.walk(folder, onerror=_raise, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths = [os.path.join(inside, name) for name in names if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
-        found += [(path[len(str(folder)) + 1 :], os.path.getsize(path)) for path in paths]
-    return sorted(found)
+@dataclass(slots=True)
+class _Found:
+    """The files of a class."""
+
+    images: list[tuple[str, int]]
+    """Names and sizes in bytes. Names of files in subfolders contain the subfolder."""
+    links: dict[str, int]
+    """The number of symbolic links in the paths of images that may have other names, too: linked ones and hard links."""
+    others: Counter[str]
+    """The number of other files by suffix."""
 
 
-def _raise(error: OSError) -> NoReturn:
-    raise error
+def _found(folder: Path) -> _Found:
+    """Lists the folder of a class. Each folder in it is listed once, under a path with few links."""
+    found, visited = _Found([], {}, Counter()), set[tuple[int, int]]()
+    waiting = [(int(folder.is_symlink()), "")]
+    while waiting:
+        links, inside = heapq.heappop(waiting)
+        status = os.stat(folder / inside)
+        if (status.st_dev, status.st_ino) in visited:
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        with os.scandir(folder / inside) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                name, links_of_entry = inside + entry.name, links + entry.is_symlink()
+                if entry.is_dir():
+                    heapq.heappush(waiting, (links_of_entry, f"{name}/"))
+                elif not name.lower().endswith(SUFFIXES):
+                    found.others[os.path.splitext(name)[1].lower() or "without suffix"] += 1
+                elif not stat.S_ISREG((status := entry.stat()).st_mode):
+                    found.others["that are no files"] += 1
+                else:
+                    found.images.append((name, status.st_size))
+                    if links_of_entry or status.st_nlink > 1:
+                        found.links[name] = links_of_entry
+    return found
 
 
-def _require_images(folder: Path, files: dict[str, list[tuple[str, int]]]) -> None:
-    empty = [name for name, listed in files.items() if not listed]
+def _remove_further_names(folder: Path, found: dict[str, _Found]) -> int:
+    """Leaves one name of each file, with as few links as possible; returns the number of removed names."""
+    images = [(one.links.get(file, 0), name, file, size) for name, one in found.items() for file, size in one.images]
+    kept: dict[tuple[int, int], tuple[str, str, int]] = {}
+    for _, name, file, size in sorted(images):
+        status = os.stat(folder / name / file)
+        kept.setdefault((status.st_dev, status.st_ino), (name, file, size))
+    for one in found.values():
+        one.images.clear()
+    for name, file, size in kept.values():
+        found[name].images.append((file, size))
+    return len(images) - len(kept)
+
+
+def _skipped(others: Iterable[Counter[str]], again: int) -> str:
+    counts = sum(others, Counter[str]())
+    parts = [f"{number:,} {kind}" for kind, number in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
+    return ", ".join([*parts, *([f"{again:,} further names of the same files (links)"] if again else [])])
+
+
+def _require_images(folder: Path, found: dict[str, _Found]) -> None:
+    empty = [name for name, one in found.items() if not one.images]
     if empty:
+        others = _skipped([found[name].others for name in empty], 0)
+        links = any(found[name].links for name in empty)
         raise DataError(
-            f"{folder}: {len(empty)} class {'folder' if len(empty) == 1 else 'folders'} "
-            f"without an image ({', '.join(SUFFIXES)}): {join_names(empty)}; "
-            "add images or remove the folders"
+            f"{folder}: {len(empty)} class {'folder' if len(empty) == 1 else 'folders'} without an image "
+            f"{'of its own (links lead to those of other classes) ' if links else ''}({', '.join(SUFFIXES)}): "
+            f"{join_names(empty)}; {f'other files there: {others}; ' if others else ''}add images or remove the folders"
         )

@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, ImageOps
 from sklearn.datasets import load_sample_images
 from torch.utils.dlpack import from_dlpack
 
-from pipelines import DataError, Dataset, Loader, Transform, dali, sampler
+from pipelines import DataError, Dataset, DecodingError, Loader, Transform, dali, sampler
 from pipelines.loader import Batch, decoding_threads
 from pipelines.transform import MANIPULATIONS, random_crops, random_mirrors, random_numbers
 
@@ -263,6 +263,13 @@ def test_error_names_a_truncated_jpeg_for_crops_above_the_missing_part(tmp_path:
     for epoch in range(5):
         with pytest.raises(DataError, match=r"a/1\.jpg: .*damaged"):
             list(one.epoch(epoch))
+
+
+def test_error_of_dali_names_the_images(colours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (colours / "val/class1/13.png").write_bytes(b"no image")
+    monkeypatch.setattr("pipelines.loader.broken_images", lambda *_: iter(()))  # as if it were repaired now
+    with pytest.raises(DecodingError, match=r"val/class1/13\.png"):
+        list(loader(colours, "val").epoch(0))
 
 
 @pytest.fixture

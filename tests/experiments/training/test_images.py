@@ -11,9 +11,9 @@ import pytest
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig
 from experiments.training import images as images_module
-from experiments.training.images import data_digest, loaders, open_data, open_split
+from experiments.training.images import data_digest, loaders, notes_on, open_data, open_split
 from pipelines import DataError, Dataset
-from pipelines.datasets.manifest import write_list
+from pipelines.datasets.manifest import list_path, write_list
 from pipelines.datasets.pack import pack
 from tests.experiments.conftest import SMALL_GRID, OpenGrid, image_data
 from tests.experiments.grids.test_grid import expand
@@ -71,6 +71,38 @@ def test_says_that_classes_have_other_unicode_characters(images: Path) -> None:
         (images / split / "cat").rename(images / split / unicodedata.normalize(form, "café"))  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"spell café with different characters"):
         open_data(image_data(images))
+
+
+def test_notes_name_the_list_in_use_and_what_it_lacks(images: Path, tmp_path: Path) -> None:
+    def notes_on_copy(name: str, change: Callable[[Path], None]) -> list[str]:
+        root = Path(shutil.copytree(images, tmp_path / name))
+        change(root)
+        return [note.replace(str(root), "ROOT") for note in notes_on(image_data(root))]
+
+    def add(root: Path) -> None:
+        (root / "train/cat/notes.txt").touch()
+
+    def check(root: Path) -> None:
+        train = Dataset.scan(root, "train")
+        write_list(list_path(root, "train"), train.paths, train.sizes)
+
+    def replace_one(root: Path) -> None:
+        check(root)
+        (root / "train/cat/0.jpg").rename(root / "train/cat/new.jpg")
+
+    assert notes_on_copy("unchanged", lambda root: None) == []
+    assert notes_on_copy("added", add) == ["train: skipped 1 .txt"]
+    assert notes_on_copy("listed", check) == ["images listed in ROOT/train.txt"]
+    assert notes_on_copy("replaced", replace_one) == [
+        "images listed in ROOT/train.txt; ROOT/train has 1 images that are not listed and not used and no longer 1 of the "
+        "listed images; see `san data check` and `san data split`"
+    ]
+
+
+def test_notes_say_that_training_and_validation_images_are_the_same(images: Path) -> None:
+    shutil.rmtree(images / "val/cat")
+    (images / "val/cat").symlink_to("../train/cat")
+    assert notes_on(image_data(images)) == [f"{images}/train and {images}/val are the same folders, by links, for cat"]
 
 
 def test_synthetic_images_need_no_folder() -> None:

@@ -2,20 +2,24 @@
 
 import os
 import re
+import signal
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import BytesIO
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from pipelines import DataError, Dataset, Loader, Transform
 from pipelines.datasets.check import broken_images, check
+from pipelines.datasets.dataset import Source
 from pipelines.datasets.pack import pack
 from tests.pipelines.test_loader import pillow_validation
 
@@ -34,10 +38,14 @@ def encoded(form: str) -> bytes:
     return file.getvalue()
 
 
-def rotated(path: Path) -> None:
+def orientation(number: int) -> Image.Exif:
     exif = Image.Exif()
-    exif[0x0112] = 6  # rotated by 90 degrees
-    picture().save(path, exif=exif, quality=95)
+    exif[0x0112] = number  # 6: rotated by 90 degrees
+    return exif
+
+
+def rotated(path: Path) -> None:
+    picture().save(path, exif=orientation(6), quality=95)
 
 
 def deep_png(path: Path) -> None:
@@ -49,8 +57,7 @@ def deep_png(path: Path) -> None:
         (b"IDAT", zlib.compress(rows)),
         (b"IEND", b""),
     )
-    parts = (struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + png_chunks(chunks))
 
 
 def truncated(form: str, fraction: float) -> Make:
@@ -63,6 +70,46 @@ def corrupted(form: str) -> Make:
     middle = len(content) // 2
     content[middle : middle + 8] = b"\xff" * 8
     return lambda path: path.write_bytes(content)
+
+
+def tiff(pixels: NDArray[Any], mode: str | None = None) -> Make:
+    return lambda path: Image.fromarray(pixels, mode).save(path)
+
+
+def planar_tiff(path: Path) -> None:
+    """Writes 16 bits per color, one color after the other, which Pillow cannot."""
+    pixels_3HW = np.ascontiguousarray(np.asarray(picture(), "<u2").transpose(2, 0, 1) * 257)
+    _, H, W = pixels_3HW.shape
+    plane, begin = 2 * H * W, 8
+    after = begin + 3 * plane  # three arrays of three numbers
+    tags = [
+        *((256, 3, 1, W), (257, 3, 1, H), (258, 3, 3, after), (259, 3, 1, 1), (262, 3, 1, 2), (273, 4, 3, after + 6)),
+        *((277, 3, 1, 3), (278, 3, 1, H), (279, 4, 3, after + 18), (284, 3, 1, 2)),
+    ]
+    arrays = struct.pack("<3H3I3I", 16, 16, 16, *(begin + plane * color for color in range(3)), plane, plane, plane)
+    directory = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", *tag) for tag in tags) + bytes(4)
+    path.write_bytes(struct.pack("<2sHI", b"II", 42, after + len(arrays)) + pixels_3HW.tobytes() + arrays + directory)
+
+
+def animated_png(path: Path) -> None:
+    """A picture whose second frame crashes DALI's decoder, with a comment that contains the name of a chunk."""
+    frame = struct.pack(">IIIIIHHBB", 0, 32, 24, 0, 0, 1, 2, 0, 1)
+    whole = encoded("PNG")
+    chunks = [(b"tEXt", b"Comment\0 IDAT "), (b"acTL", struct.pack(">II", 2, 0))]
+    after = [(b"fcTL", frame), (b"fdAT", struct.pack(">I", 1) + zlib.compress(b"\x09" * 24 * 97))]
+    path.write_bytes(whole[:33] + png_chunks(chunks) + whole[33:-12] + png_chunks(after) + whole[-12:])
+
+
+def png_chunks(chunks: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+
+
+def claims_many_pixels(path: Path) -> None:
+    """A BMP of 118 bytes."""
+    header = struct.pack("<IiiHHIIiiII", 40, 3_000_000, 2_000_000, 1, 24, 0, 0, 2835, 2835, 0, 0)
+    path.write_bytes(b"BM" + struct.pack("<IHHI", 118, 0, 0, 54) + header + bytes(64))
 
 
 SOUND: dict[str, Make] = {
@@ -80,17 +127,40 @@ SOUND: dict[str, Make] = {
     "dot.jpg": lambda path: picture(1, 1).save(path),
     "column.jpg": lambda path: picture(57, 1).save(path),
     "junk_after.jpg": lambda path: path.write_bytes(encoded("JPEG") + b"junk" * 9),
-    "link.jpg": lambda path: path.symlink_to("plain.jpg"),
     "with spaces,\tand.dots.jpg": lambda path: picture().save(path),
     "caf\udce9.jpg": lambda path: picture().save(path),  # Latin-1, as from an old archive
+    "phone.jfif": lambda path: path.write_bytes(encoded("JPEG")),
+    "lossless.webp": lambda path: picture().save(path, lossless=True),
+    "lossy.WEBP": lambda path: picture().save(path, quality=95),
+    "upright.webp": lambda path: picture().save(path, exif=orientation(6), quality=95),
+    "moving.webp": lambda path: picture().save(path, lossless=True, save_all=True, append_images=[picture().rotate(180)]),
+    "plain.bmp": lambda path: picture().save(path),
+    "palette.bmp": lambda path: picture().quantize(256).save(path),
+    "plain.tif": lambda path: picture().save(path),
+    "lzw.tiff": lambda path: picture().save(path, compression="tiff_lzw"),
+    "upright.tif": lambda path: picture().save(path, tiffinfo={274: 6}),
+    "cmyk.tif": lambda path: picture().convert("CMYK").save(path),
+    "deep_grey.tif": tiff(np.asarray(picture().convert("L"), np.uint16) * 257),
+    "upright.png": lambda path: picture().save(path, exif=orientation(6)),
+    "plain.ppm": lambda path: picture().save(path),
+    "grey.pgm": lambda path: picture().convert("L").save(path),
 }
 BROKEN: dict[str, tuple[Make, str]] = {
     "empty.jpg": (lambda path: path.touch(), "empty file"),
-    "text.jpg": (lambda path: path.write_text("hello"), "not a JPEG"),
+    "text.jpg": (lambda path: path.write_text("hello"), "not an image"),
     "half.jpg": (truncated("JPEG", 0.95), "damaged: "),
     "half.png": (truncated("PNG", 0.8), "damaged: "),
     "other_bytes.png": (corrupted("PNG"), "damaged: "),
     "gif.jpg": (lambda path: path.write_bytes(encoded("GIF")), "a GIF image"),
+    "half.webp": (truncated("WEBP", 0.8), "damaged: "),
+    "half.bmp": (truncated("BMP", 0.8), "damaged: "),
+    "half.tif": (truncated("TIFF", 0.8), ""),
+    "planar.tif": (planar_tiff, "a variant of TIFF"),
+    "float.tif": (tiff(np.asarray(picture().convert("L"), np.float32)), "a variant of TIFF"),
+    "grey_alpha.tif": (lambda path: picture().convert("LA").save(path), "a variant of TIFF"),
+    "hundred.ppm": (lambda path: path.write_bytes(b"P6 2 2 100\n" + bytes(range(12))), "a variant of TIFF"),
+    "animated.png": (animated_png, "an animated PNG"),
+    "huge.jpg": (claims_many_pixels, "3000000x2000000 pixels"),
 }
 NO_IMAGES: dict[str, Make] = {
     "notes.txt": lambda path: path.write_text("hello"),
@@ -98,6 +168,7 @@ NO_IMAGES: dict[str, Make] = {
     ".DS_Store": lambda path: path.write_bytes(b"\0"),
     "._plain.jpg": lambda path: path.write_bytes(b"\0"),
     "folder.jpg": lambda path: path.mkdir(),
+    "pipe.jpg": os.mkfifo,
 }
 
 
@@ -135,8 +206,20 @@ def test_sound_images_equal_those_of_pillow(dirty: Dataset) -> None:
     sound = dirty.without(one.index for one in broken_images(dirty, range(len(dirty))))
     assert {Path(path).name for path in sound.paths} == SOUND.keys() | {"1.png"}
     images = torch.cat([batch.images_NCHW for batch in Loader(sound, WHOLE, train=False, batch_size=7).epoch(0)]).numpy()
+    shown = {Path(path).name: image for path, image in zip(sound.paths, images, strict=True)}
+    assert np.abs(shown["deep_grey.tif"] - shown["grey.pgm"]).max() < 2, "Pillow clips 16 bits"
     for path, image in zip(sound.paths, images, strict=True):
-        assert np.abs(image - pillow_validation(sound.root / path, 20, 20)).mean() < 2, path
+        if not path.endswith("deep_grey.tif"):
+            assert np.abs(image - pillow_validation(sound.root / path, 20, 20)).mean() < 2, path
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", ["planar.tif", "animated.png", "huge.jpg"])
+def test_loader_names_images_that_must_not_be_decoded(dirty: Dataset, name: str, train: bool) -> None:
+    """Decoding them would give wrong colors, crash the process or use up the memory."""
+    images = dirty.only(index for index, path in enumerate(dirty.paths) if Path(path).name in (name, "plain.jpg", "plain.bmp"))
+    with pytest.raises(DataError, match=rf"dirty/{name}: .*{BROKEN[name][1]}"):
+        list(Loader(images, WHOLE, train=train, batch_size=3).epoch(0))
 
 
 def test_check_reads_shards(dirty: Dataset, tmp_path: Path) -> None:
@@ -161,14 +244,32 @@ def many(tmp_path: Path) -> Dataset:
     return Dataset.scan(tmp_path, "train")
 
 
-def test_names_the_images_of_a_process_that_was_killed(many: Dataset) -> None:
-    endless = many.root / many.paths[20]
-    endless.unlink()
-    os.mkfifo(endless)  # the process never reads this image to its end
-    with pytest.raises(DataError, match=r"process .*: .*train/a/020\.jpg, train/a/"):
-        for _ in check(many, 1):
+class Deadly(Source):
+    """An image that crashes its process."""
+
+    def read(self) -> bytes:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        raise AssertionError
+
+
+def test_finds_images_that_crash_the_process(many: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = Dataset.source
+    deadly = {20, 21, 350}
+    monkeypatch.setattr(Dataset, "source", lambda data, index: (Deadly if index in deadly else Source)(*find(data, index)))
+    found = found_in(many, workers=2)
+    assert found.pop("399.jpg").startswith("damaged")
+    assert found.keys() == {"020.jpg", "021.jpg", "350.jpg"} and all("crashes" in reason for reason in found.values())
+
+
+def test_goes_on_without_a_process_that_was_killed(many: Dataset) -> None:
+    pieces = []
+    for piece in check(many, 1):
+        if not pieces:
             for process in active_children():
                 process.kill()
+        pieces.append(piece)
+    assert sum(count for count, _ in pieces) == len(many)
+    assert [one.index for _, broken in pieces for one in broken] == [399]
     assert not active_children()
 
 

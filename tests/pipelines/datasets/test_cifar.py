@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,6 +78,40 @@ def test_archive_and_folder_of_class_folders(official: Path, tmp_path: Path) -> 
     third = prepare_cifar(tmp_path / "third", "cifar10", first, counting)
     for split in ("train", "val"):
         assert len({Dataset.scan(root, split).digest() for root in (first, second, third)}) == 1
+
+
+def test_extracted_official_archive(official: Path, tmp_path: Path) -> None:
+    with tarfile.open(official) as tar:
+        tar.extractall(tmp_path / "extracted", filter="data")
+    roots = [
+        prepare_cifar(tmp_path / str(number), "cifar10", source, counting)
+        for number, source in enumerate((official, tmp_path / "extracted", tmp_path / "extracted/cifar-10-batches-bin"))
+    ]
+    for split in ("train", "val"):
+        assert len({Dataset.scan(root, split).digest() for root in roots}) == 1
+
+
+def test_archive_keeps_subfolders_and_links(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    for name in ("train/cat/1.jpg", "train/cat/deep/er/1.jpg", "val/cat/train/2.jpg"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    os.link(folder / "train/cat/1.jpg", folder / "val/cat/same.jpg")  # tar stores a link
+    with tarfile.open(tmp_path / "a.tgz", "w:gz") as tar:
+        tar.add(folder, "x")
+    first, second = (
+        prepare_cifar(tmp_path / name, "cifar10", source, counting)
+        for name, source in (("first", folder), ("second", tmp_path / "a.tgz"))
+    )
+    for split, number in (("train", 2), ("val", 2)):
+        data = Dataset.scan(second, split)
+        assert (len(data), data.digest()) == (number, Dataset.scan(first, split).digest())
+
+
+def test_rejects_an_archive_that_would_write_elsewhere(tmp_path: Path) -> None:
+    archive = packed(tmp_path / "a.tgz", {"train/cat/../../../../x.jpg": b"", "val/cat/1.jpg": b""})
+    with pytest.raises(DataError, match="outside"):
+        prepare_cifar(tmp_path / "data/cifar10", "cifar10", archive, counting)
 
 
 def test_rejects_the_archive_of_the_other_dataset(official: Path, tmp_path: Path) -> None:

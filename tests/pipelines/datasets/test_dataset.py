@@ -1,6 +1,7 @@
 """Data sets: scans of image folders, subsets, digests, error messages."""
 
 import hashlib
+import os
 import pickle
 import re
 import shutil
@@ -52,16 +53,53 @@ def test_scan_skips_other_files(tmp_path: Path) -> None:
     put(tmp_path, "val/a/1.jpg", "val/a/2.txt", "val/a/Thumbs.db", "val/a/.DS_Store", "elsewhere/3.jpg")
     (tmp_path / "val/a/folder.jpg").mkdir()
     (tmp_path / "val/a/link.jpg").symlink_to(tmp_path / "elsewhere/3.jpg")
-    (tmp_path / "val/b").symlink_to(tmp_path / "elsewhere")
+    put(tmp_path, "outside/4.JPEG", "outside/deep/5.tiff")
+    (tmp_path / "val/b").symlink_to(tmp_path / "outside")
+    os.mkfifo(tmp_path / "val/a/pipe.png")
     data = Dataset.scan(tmp_path, "val")
     assert dict(zip(data.paths, data.sizes, strict=True)) == {
         "val/a/1.jpg": len("val/a/1.jpg"),
         "val/a/link.jpg": len("elsewhere/3.jpg"),
-        "val/b/3.jpg": len("elsewhere/3.jpg"),
+        "val/b/4.JPEG": len("outside/4.JPEG"),
+        "val/b/deep/5.tiff": len("outside/deep/5.tiff"),
     }
+    assert data.skipped == "1 .db, 1 .txt, 1 that are no files"
     (tmp_path / "val/a/nowhere.jpg").symlink_to(tmp_path / "nothing")
     with pytest.raises(DataError, match=r"No such file or directory: .*nowhere\.jpg"):
         Dataset.scan(tmp_path, "val")
+
+
+def test_each_file_counts_once(tmp_path: Path) -> None:
+    put(tmp_path, "val/a/1.jpg", "val/a/sub/2.jpg", "val/b/3.jpg", "outside/4.jpg")
+    for link, target in {
+        "val/a/loop": ".",
+        "val/a/up": "..",
+        "val/a/sub/back": "../../a",
+        "val/a/again": "sub",
+        "val/b/0.jpg": "3.jpg",
+        "val/b/5.jpg": "../a/1.jpg",
+        "val/b/6.jpg": "../../outside/4.jpg",
+        "val/c": "../outside",
+    }.items():
+        (tmp_path / link).symlink_to(target)
+    (tmp_path / "outside/7.jpg").write_text("another file")
+    os.link(tmp_path / "val/a/1.jpg", tmp_path / "val/b/hard.jpg")
+    data = Dataset.scan(tmp_path, "val")
+    assert data.paths == ("val/a/1.jpg", "val/a/sub/2.jpg", "val/b/3.jpg", "val/b/6.jpg", "val/c/7.jpg")
+    assert data.skipped.endswith("further names of the same files (links)")
+    (tmp_path / "val/all").symlink_to(".")
+    with pytest.raises(DataError, match=r"links lead to those of other classes.*: all;"):
+        Dataset.scan(tmp_path, "val")
+
+
+def test_parts_of_a_split_have_no_file_in_common_under_any_path(tmp_path: Path) -> None:
+    put(tmp_path, "train/a/1.jpg", "train/a/2.jpg")
+    (tmp_path / "train/a/loop").symlink_to(".")
+    for split, name in (("train-split", "a/1.jpg"), ("val-split", "a/loop/1.jpg")):
+        write_list(list_path(tmp_path, split), [f"train/{name}"], [1])
+    train, val = (Dataset.open(tmp_path, split) for split in ("train-split", "val-split"))
+    with pytest.raises(DataError, match=r"share 1 image, such as train/a/1\.jpg"):
+        train.require_disjoint(val)
 
 
 def test_subfolders_belong_to_their_class(tmp_path: Path) -> None:
