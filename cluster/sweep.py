@@ -341,7 +341,10 @@ def _reason(error: Exception | None, tracebacks: str) -> str:
     if "its node has died" in str(error):
         return "its node was lost; if this happens again and again, check the trial's memory use"
     if "Worker exit type" in str(error):
-        return "a worker process died without an exception; it ran out of memory, was killed, or crashed"
+        return (
+            "a worker process died without an exception; it ran out of memory, was killed, or crashed (`san data check` finds "
+            "images that crash the decoder)"
+        )
     return described(_cause(error))
 
 

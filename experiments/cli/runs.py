@@ -98,13 +98,16 @@ def ui(port: int, runs: str | None) -> None:
     Example: san ui --port 5000
     """
     from experiments.runs.workspace import has_store, open_workspace
+    from experiments.tracking.store import follow_moved_folder
 
-    uri = open_workspace(runs).tracking_uri
+    workspace = open_workspace(runs)
+    uri = workspace.tracking_uri
     if not has_store(uri):
         raise UserError(f"{uri}: no runs yet; train a grid with `san run`, or use --runs to give a folder that contains runs")
     if uri.startswith("http"):
         click.echo(f"{uri}  (the server in MLFLOW_TRACKING_URI)")
         return
+    follow_moved_folder(uri, workspace.artifacts)
     where = f"http://127.0.0.1:{port}" if port else "MLflow prints the address below"
     click.echo(f"{where}  (starting; press Ctrl-C to stop)")
     mlflow = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port), "--workers", "1"]

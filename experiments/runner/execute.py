@@ -17,7 +17,7 @@ from experiments.errors import MachineError, UserError
 from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
-from experiments.runner.plan import missing_measurements, room, to_train
+from experiments.runner.plan import images_in_words, missing_measurements, room, to_train
 from experiments.runner.progress import Progress, duration, trial_count
 from experiments.runner.restart import Restart
 from experiments.runs.claims import Claim, StopRequest, claimed_trials
@@ -63,7 +63,10 @@ def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
     skipped += f", {stopped} already stopped early" if stopped else ""
     skipped += f", {equal} identical to another trial" if equal else ""
     wanted = trial_count(len(grid_run.wanted))
-    print_status(f"grid {grid_run.name}, profile {grid_run.profile}: {wanted}{skipped}, {len(missing)} to train")
+    first, *notes = images_in_words(grid_run)
+    print_status(f"{first}: {wanted}{skipped}, {len(missing)} to train")
+    for note in notes:
+        print_status(note)
     try:
         if missing:
             trained = train(grid_run, missing, address)
@@ -267,7 +270,7 @@ def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterato
 def prepare(grid_run: GridRun) -> None:
     """Creates the grid's experiment and parent run in MLflow, if they are missing."""
     with node_lock(grid_run.workspace.store.folder, "mlflow", OUTAGE_TIMEOUT):  # two grids may be the first in a store
-        grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+        grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.artifacts)
 
 
 def _store_traceback(grid_run: GridRun, trial: Trial, text: str) -> None:

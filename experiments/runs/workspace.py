@@ -29,6 +29,11 @@ class Workspace:
         """The folder in which this node works."""
         return self.store.folder
 
+    @property
+    def artifacts(self) -> Path:
+        """The folder of MLflow's files if its database is in the store."""
+        return self.runs / "artifacts"
+
     def folder(self, trial: Trial) -> str:
         """Name of the folder of a trial's checkpoints in the store."""
         return f"checkpoints/{trial.key}"

@@ -8,10 +8,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from sqlalchemy import create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from experiments.tracking.result import TrackerError
@@ -44,11 +46,44 @@ def pages(search: Callable[..., Any], *what: object) -> list[Any]:
     return items
 
 
+_PLACES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+)
+"""Columns of MLflow's database that contain the path of an artifact."""
+
+
+def follow_moved_folder(uri: str, artifacts: Path) -> None:
+    """Replaces the paths of artifacts in a local database if its folder has been moved, so that MLflow finds and writes them in
+    `artifacts`. MLflow has no function for this; it stores absolute paths."""
+    if not uri.startswith("sqlite"):
+        return
+    here = artifacts.as_uri()
+    ours = (
+        "SELECT DISTINCT artifact_location FROM experiments JOIN runs USING (experiment_id) JOIN tags USING (run_uuid) "
+        "WHERE tags.key = 'san.role' AND artifact_location <> :here"
+    )
+    engine = create_engine(uri)
+    try:
+        with usable(uri), engine.begin() as database:
+            for (before,) in database.execute(text(ours), {"here": here}).all():
+                for table, column in _PLACES:
+                    changed = f"UPDATE {table} SET {column} = :here || substr({column}, :length + 1)"
+                    where = f"WHERE {column} = :before OR substr({column}, 1, :length + 1) = :before || '/'"
+                    values = {"here": here, "before": before, "length": len(before)}
+                    database.execute(text(f"{changed} {where}"), values)
+    finally:
+        engine.dispose()
+
+
 @contextmanager
 def usable(uri: str) -> Iterator[None]:
     """Turns errors of MLflow and its database into a `TrackerError`, and says on stderr what takes long."""
-    text = f"waiting for MLflow at {uri}"
-    notice = threading.Timer(SECONDS_TO_NOTICE, print, (text,), {"file": sys.stderr, "flush": True})
+    waiting = f"waiting for MLflow at {uri}"
+    notice = threading.Timer(SECONDS_TO_NOTICE, print, (waiting,), {"file": sys.stderr, "flush": True})
     notice.daemon = True
     notice.start()
     try:

@@ -25,7 +25,7 @@ from experiments.grids.grid import Grid, Trial
 from experiments.runs.provenance import environment, git_commit, machine, versions
 from experiments.runs.summary import Epoch, best_of
 from experiments.tracking.result import Result, TrackerError
-from experiments.tracking.store import open_client, pages, usable
+from experiments.tracking.store import follow_moved_folder, open_client, pages, usable
 from san import Complexity
 
 BATCH = 100
@@ -52,10 +52,13 @@ class Tracker:
     def prepare(self, grid: Grid, artifacts: Path) -> None:
         """Creates the database, the experiment and the parent run if they are missing. Must precede all writes of workers.
 
+        `artifacts` is the folder of a local database's artifacts, which may have been moved.
+
         Raises:
             TrackerError: the tracking server does not respond, or the experiment was deleted.
         """
         with usable(self.uri):
+            follow_moved_folder(self.uri, artifacts)
             if self._existing_experiment() is None:
                 local = self.uri.startswith("sqlite")
                 self.client.create_experiment(self.grid, artifact_location=artifacts.as_uri() if local else None)

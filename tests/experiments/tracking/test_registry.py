@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 import san
-from experiments.runner.grid_run import GridRun
+from experiments.runner.execute import prepare
+from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking.registry import model_name
 from experiments.training import metric_logger
 from experiments.training.checkpoint import Checkpoint, best_in
@@ -91,6 +93,25 @@ def finish(grid_run: GridRun, best: Checkpoint, resumed: bool = False) -> None:
     logger.log(best.history)
     logger.finish(best, None, PATIENCE)
     assert grid_run.tracker.results()[trial.key].finished
+
+
+def test_runs_folder_can_be_moved(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = open_small_grid(*SHORT)
+    run_trial(before.workspace, before.trials[2], silent)
+    shutil.move(before.workspace.runs, tmp_path / "moved")
+    before.workspace.runs.touch()  # as on a machine where the old folder cannot be made
+
+    after = open_grid_run(replace(before.request, runs=tmp_path / "moved"))
+    prepare(after)
+    results, client = after.tracker.results(), after.tracker.client
+    assert list(results) == [before.trials[2].key]
+    run_trial(after.workspace, after.trials[1], silent)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", after.workspace.tracking_uri)
+    assert len(versions(after)) == 2
+    for version in versions(after):
+        assert mlflow.pyfunc.load_model(f"models:/{version.name}/{version.version}").metadata.run_id == version.run_id
+    for result in after.tracker.results().values():
+        assert "config.yaml" in {file.path for file in client.list_artifacts(result.run_id)}
 
 
 CALLS = (
