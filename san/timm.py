@@ -16,7 +16,7 @@ from san.models.base import BaseModel
 from san.models.pretrained import WEIGHTS, WEIGHTS_DIR, read_config
 
 INCLUDED = list_models(pretrained=True)
-VARIANTS = {name if name.startswith("san") else f"san_{name}": name for name in [*list_models(), *INCLUDED]}
+VARIANTS = {name if name.startswith("san") else f"san_{name}": name for name in list_models()}
 """Our name of each variant and of each network with weights by its name in timm."""
 
 

@@ -1,4 +1,4 @@
-"""The commands for checkpoints: `san convert`, `evaluate`, `robustness` and `attention`."""
+"""The commands for checkpoints: `san convert`, `evaluate`, `predict`, `robustness` and `attention`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import dataclasses
 import json
 import os
 import re
+import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, RUNS, FilePath, as_value
+from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, RUNS, FilePath, as_value, printable
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,8 +45,9 @@ def convert(source: str, target: str, overrides: tuple[str, ...], force: bool, r
     \b
     Example: san convert released.pth san10.pt model.name=san10_pairwise
     """
-    from experiments.evaluation.evaluate import open_checkpoint, resolve_checkpoint
+    from experiments.evaluation.evaluate import open_checkpoint
     from experiments.runs.store import is_uri
+    from experiments.training.resolve import resolve_checkpoint
     from san.models import checkpoint
 
     if is_uri(target):
@@ -91,9 +94,10 @@ def evaluate(
     \b
     Example: san evaluate runs/checkpoints/0123456789ab --split val
     """
-    from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images, resolve_checkpoint
+    from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images
     from experiments.grids.transform import transform
     from experiments.runner.progress import counting
+    from experiments.training.resolve import resolve_checkpoint
 
     with resolve_checkpoint(checkpoint, runs) as (path, uri):
         opened = open_checkpoint(path, overrides, profile)
@@ -116,6 +120,74 @@ def evaluate(
         f"top-1 {evaluation.top1:.4f} %  top-5 {evaluation.top5:.4f} %  loss {evaluation.loss:.6f}  "
         f"{evaluation.images} images of {evaluation.classes} classes, {evaluation.split} in {evaluation.root}"
     )
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.argument("images", nargs=-1, metavar="[IMAGE|FOLDER]... [KEY=VALUE]...")
+@click.option("--list", "listed_in", type=click.File(), metavar="FILE", help="File with one path per line; - for stdin.")
+@click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="Number of classes per image.")
+@click.option("--csv", "table", type=FilePath(), metavar="FILE.csv", help="Write a table to this file instead of lines.")
+@IMAGE_PROFILE
+@RUNS
+@IMPORT_NOW
+@AS_JSON
+def predict(
+    checkpoint: str,
+    images: tuple[str, ...],
+    listed_in: TextIO | None,
+    top: int,
+    table: Path | None,
+    profile: str | None,
+    runs: str | None,
+    as_json: bool,
+) -> None:
+    """Classify images: the most probable classes.
+
+    CHECKPOINT is anything that `san evaluate` accepts. A FOLDER means all images in it and its subfolders. Overrides such as
+    data.size=256 follow the images. The exit code is 1 if an image cannot be used; the table and the lines say why.
+
+    \b
+    Example: san predict san10_patchwise_cifar10 photos --csv photos.csv
+    """
+    from experiments.evaluation.evaluate import open_checkpoint
+    from experiments.evaluation.predict import batches, find_images, write_csv
+    from experiments.evaluation.predict import predict as predictions_of
+    from experiments.runner.progress import counting
+    from experiments.training.resolve import resolve_checkpoint
+
+    names = [word for word in images if "=" not in word or os.path.exists(word)]
+    if not names and listed_in is None:
+        raise UserError("no images given; give files or folders, or a file with one path per line with --list")
+    paths, skipped = find_images(names, listed_in)
+    if skipped:
+        click.echo(skipped, err=True)
+    with resolve_checkpoint(checkpoint, runs) as (path, _):
+        opened = open_checkpoint(path, [word for word in images if word not in names], profile)
+    if opened.classes is None:
+        click.echo(f"{checkpoint}: the names of the classes are not known; classes are numbered from 0", err=True)
+    failed = 0
+    with ExitStack() as stack:
+        count = stack.enter_context(counting("", batches(opened, len(paths)), "batches"))
+        predictions = predictions_of(opened, paths, top, count)
+        if table is not None:
+            try:
+                file = stack.enter_context(open(table, "w", newline="", encoding="utf-8", errors="surrogateescape"))
+            except OSError as error:
+                raise UserError(f"--csv {table}: cannot write this file ({error.strerror}); choose another one") from None
+            predictions = write_csv(predictions, top, file)
+        for one in predictions:
+            failed += bool(one.error)
+            if as_json:
+                click.echo(json.dumps(dataclasses.asdict(one)))
+            elif table is None:
+                shares = zip(one.classes, one.probabilities, strict=True)
+                text = one.error or ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares)
+                click.echo(printable(f"{one.image}: {text}"))
+    if table is not None:
+        unusable = f", of which {failed} cannot be used" if failed else ""
+        click.echo(f"{table}: {len(paths)} images{unusable}", err=as_json)
+    sys.exit(1 if failed else 0)
 
 
 @click.command()
@@ -217,9 +289,10 @@ def attention(
     Example: san attention san10.pt photo.jpg --pixel 112,96 --out attention.png
     """
     from experiments.evaluation.attention import compute_all_attention, compute_attention, in_words, layer_name, open_image
-    from experiments.evaluation.evaluate import open_checkpoint, resolve_checkpoint
+    from experiments.evaluation.evaluate import open_checkpoint
     from experiments.report.attention_page import save_page
     from experiments.report.attention_plot import save
+    from experiments.training.resolve import resolve_checkpoint
 
     def open_one(checkpoint: str) -> LoadedModel:
         with resolve_checkpoint(checkpoint, runs) as (path, _):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 HEADINGS = {
     "Train": ("plan", "run", "report", "study"),
-    "Checkpoints": ("evaluate", "robustness", "attention", "convert"),
+    "Checkpoints": ("evaluate", "predict", "robustness", "attention", "convert"),
     "Models": ("models", "complexity", "doctor"),
     "Data": ("data",),
     "Cluster": ("submit",),
@@ -82,7 +82,7 @@ def cli() -> None:
 
 cli.add_command(data)
 for command in (
-    *(checkpoints.convert, checkpoints.evaluate, checkpoints.robustness, checkpoints.attention),
+    *(checkpoints.convert, checkpoints.evaluate, checkpoints.predict, checkpoints.robustness, checkpoints.attention),
     *(models.models, models.complexity, models.doctor),
     *(runs.list_runs, runs.delete, runs.ui),
 ):

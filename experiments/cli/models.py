@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
@@ -25,9 +26,9 @@ def models(pattern: str, as_json: bool) -> None:
     \b
     Example: san models 'san*_pairwise'
     """
-    from san.models import list_models, model_spec
+    from san.models.registry import VARIANTS, model_spec
 
-    records = [dataclasses.asdict(model_spec(name)) for name in list_models(pattern)]
+    records = [dataclasses.asdict(model_spec(name)) for name in VARIANTS if fnmatchcase(name, pattern)]
     if not records:
         raise UserError(f"no model matches {pattern!r}; run `san models` to list all models")
     if as_json:

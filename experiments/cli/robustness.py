@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 from experiments.errors import UserError
-from experiments.evaluation.evaluate import CHECKPOINT, open_checkpoint, open_images, resolve_checkpoint
+from experiments.evaluation.evaluate import open_checkpoint, open_images
 from experiments.evaluation.protocol import Ended, Numbers, measured, percentages
 from experiments.evaluation.protocols import PROTOCOLS
 from experiments.grids.grid import ProtocolName
 from experiments.runner.progress import counting
+from experiments.training.resolve import CHECKPOINT, resolve_checkpoint
 
 
 def measure_all(

@@ -19,6 +19,7 @@ import yaml
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import expand, profile_path, read_grid, read_profile
+from experiments.grids.grid import is_checkpoint_name
 from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
 from experiments.runs.address import require_no_secret
@@ -117,7 +118,8 @@ def check(request: GridRequest) -> None:
     for config in expand(request, table_names(), resolve_paths=False).configs.values():
         root = config.data.root if config.data.source in ("folder", "shards") else None
         for key, path in {"recipe.init": config.recipe.init, "data.root": root}.items():
-            if path is not None and not _is_on_the_cluster(path):
+            is_name = key == "recipe.init" and path is not None and is_checkpoint_name(path)
+            if path is not None and not is_name and not _is_on_the_cluster(path):
                 raise UserError(f"{key}={path}: a relative path; give an absolute path on the cluster")
     runs = request.runs and str(request.runs)
     if runs is not None and is_uri(runs):

@@ -58,15 +58,6 @@ def save(name: str, opened: LoadedModel, evaluation: Evaluation, train: Dataset,
     """Writes the folder of a network whose accuracy was measured."""
     data = opened.config.data
     facts: dict[str, Any] = {
-        "pretrained_cfg": {
-            "input_size": [3, data.size, data.size],
-            "crop_pct": data.size / data.resize,
-            "interpolation": "bilinear",
-            "mean": list(data.mean),
-            "std": list(data.std),
-            "num_classes": len(train.classes),
-            "label_names": list(train.classes),
-        },
         "profile": PROFILE,
         "data_digest": opened.data_digest,
         "evaluation": {field: asdict(evaluation)[field] for field in ("images", "top1", "top5", "loss")},

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from experiments.errors import UnavailableError, UserError
 from experiments.evaluation.attention import Attention, compute_attention
-from experiments.evaluation.evaluate import open_checkpoint, open_images, resolve_checkpoint
+from experiments.evaluation.evaluate import open_checkpoint, open_images
 from experiments.grids.grid import Trial
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result
 from experiments.training.checkpoint import last_of
+from experiments.training.resolve import resolve_checkpoint
 from pipelines import DataError
 from san import CheckpointError
 from san.models.san import SANSpec
@@ -53,11 +54,12 @@ def best_of_each_kind(finished: Sequence[tuple[Trial, Result]]) -> list[Trial]:
 
 def attention_samples(workspace: Workspace, finished: Sequence[tuple[Trial, Result]]) -> list[AttentionSample]:
     """Samples of the best finished trials (`best_of_each_kind`), for the center of the middle validation image."""
-    return [_sample(workspace, trial) for trial in best_of_each_kind(finished)]
+    epochs = {trial.key: result.epochs(trial.config.recipe.epochs) for trial, result in finished}
+    return [_sample(workspace, trial, epochs[trial.key]) for trial in best_of_each_kind(finished)]
 
 
-def _sample(workspace: Workspace, trial: Trial) -> AttentionSample:
-    uri = workspace.uri(last_of(workspace.checkpoints(trial), trial.config.recipe.epochs))
+def _sample(workspace: Workspace, trial: Trial, epochs: int) -> AttentionSample:
+    uri = workspace.uri(last_of(workspace.checkpoints(trial), epochs))
     try:
         with resolve_checkpoint(uri, workspace.runs) as (path, _):
             opened = replace(open_checkpoint(path), config=trial.config)

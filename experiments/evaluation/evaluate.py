@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
 from experiments.errors import UserError
 from experiments.grids.config import TrialConfig, flat, merged, model_errors, schema_errors
 from experiments.grids.expand import anchored, parse_override, profile_path, read_profile
-from experiments.runs.store import LocalStore, is_uri
-from experiments.runs.workspace import STORES, has_store, open_store, open_workspace
+from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
 from experiments.training.device import available_device, prepare_cpu
 from experiments.training.images import open_split
@@ -31,15 +26,6 @@ from san.nn import fold
 
 ALLOWED_OVERRIDES = ("recipe.batch_size", "resources.cpus")
 """Allowed besides those of `data`."""
-KEY = "[0-9a-f]{12}"
-"""The content hash of a trial."""
-RUN_ID = "[0-9a-f]{32}"
-"""The id of an MLflow run."""
-CHECKPOINT = (
-    "a file or folder (local or s3://...), a trial's key (see `san runs`), the id of an MLflow run, models:/NAME/VERSION, or "
-    f"a network with weights ({', '.join(pretrained.included())})"
-)
-"""What `resolve_checkpoint` accepts, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +145,20 @@ def _hub_folder(path: Path, changes: Mapping[str, Any], profile: str | None) -> 
     _require_no_model(path, changes)
     facts, model = pretrained.read_config(path), pretrained.load_folder(path)
     _require_rgb(path, model)
-    values = merged(read_profile(profile_path(profile or facts.get("profile", "imagenet"))), changes)
-    classes = facts.get("pretrained_cfg", {}).get("label_names")
-    return LoadedModel(
-        path,
-        model,
-        _config(values | {"model": asdict(model.spec)}),
-        classes=classes and tuple(classes),
-        data_digest=facts.get("data_digest", ""),
-    )
+    return _loaded(path, model, changes, profile or facts.get("profile"), facts.get("data_digest", ""))
+
+
+def _loaded(path: Path, model: BaseModel, changes: Mapping[str, Any], profile: str | None, digest: str = "") -> LoadedModel:
+    """A model from outside of a trial. Without a profile, images are preprocessed as in its training or, if that is not known,
+    as for ImageNet."""
+    known = checkpoint.trained_on(model)
+    values = read_profile(profile_path(profile or "imagenet"))
+    if profile is None and "input_size" in known:
+        size, fraction = known["input_size"][-1], known.get("crop_pct", 1)
+        values["data"] |= {"size": size, "resize": round(size / fraction), "mean": known["mean"], "std": known["std"]}
+    classes = known.get("label_names")
+    config = _config(merged(values, changes) | {"model": asdict(model.spec)})
+    return LoadedModel(path, model, config, classes=classes and tuple(classes), data_digest=digest)
 
 
 def _require_rgb(path: Path, model: BaseModel) -> None:
@@ -176,15 +167,15 @@ def _require_rgb(path: Path, model: BaseModel) -> None:
 
 
 def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | None) -> LoadedModel:
-    values = merged(read_profile(profile_path(profile or "imagenet")), changes)
     if checkpoint.is_checkpoint(checkpoint.read(path)):
         _require_no_model(path, changes)
         model = checkpoint.load_checkpoint(path)
         _require_rgb(path, model)
     else:
+        values = merged(read_profile(profile_path(profile or "imagenet")), changes)
         fields = dict(values.get("model", {}))
         model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
-    return LoadedModel(path, model, _config(values | {"model": asdict(model.spec)}))
+    return _loaded(path, model, changes, profile)
 
 
 def _config(values: Mapping[str, Any]) -> TrialConfig:
@@ -259,58 +250,3 @@ def evaluation_loader(opened: LoadedModel, images: Dataset, transform: Transform
     prepare_cpu(cpus)
     threads, where = decoding_threads(cpus), available_device()
     return Loader(images, transform, train=False, batch_size=batch, seed=opened.seed, threads=threads, device=where)
-
-
-@contextmanager
-def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None]]:
-    """Finds the local file or folder of a checkpoint by its path, URI, key, run id in MLflow, registered model
-    (`models:/NAME/VERSION` or `models:/NAME@ALIAS`), or the name of a network whose weights the package contains.
-
-    A checkpoint in a bucket is downloaded for the duration of the block and comes with its URI; in a folder there, the best
-    epoch is chosen. `runs` is the store, as in `open_workspace`.
-
-    Raises:
-        UserError: there is no such checkpoint, run or model, or MLflow cannot be used.
-        StorageError: the bucket cannot be used.
-    """
-    if not name or (is_uri(name) and name.partition("://")[0] not in STORES):
-        shown = f"{name.partition('://')[0]}://..." if name else "''"  # the rest may hold a password
-        raise UserError(f"{shown}: not a checkpoint; give {CHECKPOINT}")
-    if name in pretrained.included() and not os.path.exists(name):
-        yield pretrained.WEIGHTS_DIR / name, None
-        return
-    store, asked = open_store(runs), _key_in_mlflow(name, runs) or name
-    if re.fullmatch(KEY, asked) and not os.path.exists(asked):
-        if store.shared and not (store.folder / "checkpoints" / asked).is_dir():
-            raise UserError(
-                f"{name}: no such file, and no checkpoints of trial {asked} in {store.folder}; `san runs` lists the trials of "
-                "a folder, and --runs selects another one"
-            )
-        asked = store.uri(f"checkpoints/{asked}")
-    if not is_uri(asked):
-        yield Path(os.path.expanduser(asked)), None
-        return
-    opened = open_store(asked)
-    file = ""  # the name of what the address names
-    if (content := opened.read(file)) is None:
-        best = best_in(opened)
-        if best is None:
-            raise UserError(f"{opened}: no such file, and no folder with a readable checkpoint of a complete epoch")
-        file, content = best.name, best.as_bytes()
-    with tempfile.TemporaryDirectory(prefix="san-checkpoint-") as folder:
-        path = Path(folder) / (file or urlsplit(asked).path.rpartition("/")[2])
-        path.write_bytes(content)
-        yield path, opened.uri(file) if file else str(opened)
-
-
-def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:
-    """The key of the trial if the name is a run id or a registered model; otherwise None."""
-    is_run = re.fullmatch(RUN_ID, name) and not os.path.exists(name)
-    if not is_run and not name.startswith("models:/"):
-        return None
-    uri = open_workspace(runs).tracking_uri
-    if not has_store(uri):
-        raise UserError(f"{name}: no runs in {uri} yet; choose another store with --runs or MLFLOW_TRACKING_URI")
-    from experiments.tracking.listing import trial_key  # imports MLflow
-
-    return trial_key(uri, name)

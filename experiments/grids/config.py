@@ -260,14 +260,20 @@ class RecipeConfig(Strict):
     """Epochs between validations. The last epoch is always validated."""
     grad_accum_steps: Count = 1
     """Number of parts into which each step's batch is split to save memory. BatchNorm normalizes each part separately."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """Weights of the training images in the loss. `balanced`, for unbalanced folders: inversely proportional to the number of
+    images of their class, with mean 1. Validation is not weighted."""
+    patience: Count | None = None
+    """Ends the training after this many epochs without a better top-1 (or a lower loss at the same top-1). The learning rate
+    still follows `epochs`. Null: trains all epochs."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Precision of the layers that torch's autocast covers. Weights, their updates and validation are always float32."""
     sync_batchnorm: bool = False
     """Computes BatchNorm statistics over the images of all workers. GPUs only."""
     init: str | None = None
-    """File with the initial weights, for fine-tuning: a checkpoint, a file of `san convert` or `san.save_checkpoint`, or a file
-    of the paper's authors. If the number of classes differs, the classifier is new. Relative paths are resolved as for
-    `data.root`. A trial's key contains a digest of the file instead of its path. Null: random weights."""
+    """Initial weights, for fine-tuning or to train on: any checkpoint that `san evaluate` accepts, such as a file, the key of a
+    trial (its best epoch), or the name of a network with weights. If the number of classes differs, the classifier is new.
+    Relative paths are resolved as for `data.root`. A trial's key contains a digest of the weights. Null: random weights."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that keep the weights and BatchNorm statistics of `init`, for example `[stem, stage1]`."""
     layer_decay: Annotated[Real, Field(gt=0, le=1)] = 1.0
@@ -383,6 +389,8 @@ def _recipe_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
         yield "recipe.grad_accum_steps", too_many_parts(config, each)
     if recipe.sync_batchnorm and not resources.gpus:
         yield "recipe.sync_batchnorm", "needs a GPU, but resources.gpus is 0; leave out this key, or set resources.gpus=1"
+    if recipe.patience is not None and recipe.patience >= recipe.epochs:
+        yield "recipe.patience", f"must be less than recipe.epochs={recipe.epochs}, not {recipe.patience}"
     if recipe.nesterov and (recipe.optimizer != "sgd" or not recipe.momentum):
         yield "recipe.nesterov", "needs recipe.optimizer=sgd and a recipe.momentum above 0; leave out recipe.nesterov"
 

@@ -31,7 +31,7 @@ from experiments.grids.config import (
     takes_text,
     value_at,
 )
-from experiments.grids.grid import LONGEST_ID, Grid, Layer, Plot, ProtocolName, Row
+from experiments.grids.grid import LONGEST_ID, Grid, Layer, Plot, ProtocolName, Row, is_checkpoint_name
 from experiments.grids.imports import SourceFile, import_files
 from experiments.grids.request import GridRequest
 
@@ -167,6 +167,8 @@ def anchored(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
     for section, key in PATHS:
         if _has(layer, f"{section}.{key}") and isinstance(value := layer[section][key], str):
             path = Path(os.path.expanduser(value))
+            if key == "init" and is_checkpoint_name(value) and not os.path.lexists(folder / path):
+                continue
             if folder.resolve() != PROJECT_DIR or path.is_absolute():
                 layer = merged(layer, {section: {key: os.path.abspath(folder / path)}})
     return layer
@@ -302,7 +304,9 @@ class _Layers:
     resolve_paths: bool
 
     def values(self, row: Row) -> dict[str, Any]:
+        stopping = self.grid.early_stopping
         layers = (
+            {"recipe": {"patience": stopping.patience}} if stopping and stopping.patience else {},
             self.grid.base.model_dump(),
             row.model_dump(include=set(Layer.model_fields)),
             *(layer for _, layer in self.overrides),
@@ -424,11 +428,15 @@ def _early_stopping_errors(grid: Grid, configs: Mapping[str, TrialConfig]) -> It
     wanted = grid.early_stopping
     if wanted is None:
         return
+    if wanted.patience is None and wanted.grace_epochs is None:
+        yield "early_stopping: does nothing; set patience, grace_epochs, or both"
     if grid.table is not None:
         yield (
             f"early_stopping: cannot be combined with table {grid.table!r}, which compares complete trainings; "
             "leave out `early_stopping` or `table`"
         )
+    if wanted.grace_epochs is None:
+        return
     lengths = {row: config.recipe.epochs for row, config in configs.items()}
     short, long = (pick(lengths, key=lengths.__getitem__) for pick in (min, max))
     if lengths[short] != lengths[long]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
@@ -12,9 +13,20 @@ from pydantic import Field
 
 from experiments.grids.config import Count, Strict, TrialConfig, Whole
 from experiments.grids.imports import SourceFile
-from san.models import ModelSpec, ModuleSpec
+from san.models import ModelSpec, ModuleSpec, pretrained
 from san.models.modules import TIMM
 from san.nn.relation import PAIRWISE, PATCHWISE
+
+KEY = "[0-9a-f]{12}"
+"""The content hash of a trial."""
+RUN_ID = "[0-9a-f]{32}"
+"""The id of an MLflow run."""
+
+
+def is_checkpoint_name(text: str) -> bool:
+    """Whether this can be a checkpoint's key, run, address or network with weights instead of its path."""
+    return bool(re.fullmatch(f"{KEY}|{RUN_ID}", text)) or ":/" in text or text in pretrained.included()
+
 
 Seeds = Annotated[tuple[Annotated[Whole, Field(ge=0, lt=2**63)], ...], Field(min_length=1)]
 
@@ -56,10 +68,14 @@ class Plot(Strict):
 
 
 class EarlyStopping(Strict):
-    """Asynchronous successive halving: stops trials whose top-1 is low compared with other trials at the same epoch."""
+    """Ends trials early: with `patience`, those that no longer improve; with `grace_epochs`, those whose top-1 is low compared
+    with other trials at the same epoch (asynchronous successive halving)."""
 
-    grace_epochs: Count
-    """Number of epochs before the first comparison. Each later comparison follows at `reduction` times as many epochs."""
+    patience: Count | None = None
+    """`recipe.patience` of all trials that do not set it. A trial that ends so is finished."""
+    grace_epochs: Count | None = None
+    """Number of epochs before the first comparison. Each later comparison follows at `reduction` times as many epochs. Null: no
+    comparison."""
     reduction: Annotated[Whole, Field(ge=2)] = 3
     """About one in `reduction` trials continues after each comparison."""
 

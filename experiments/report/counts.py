@@ -15,6 +15,7 @@ from experiments.grids.request import GridRequest
 from experiments.paper.tables import INPUT_SIZE, PaperRow, count, paper_rows, table_names
 from experiments.report.tables import Table
 from san.complexity import Part
+from san.models.registry import VARIANTS
 
 NOT_PRINTED = PaperRow()
 
@@ -34,7 +35,7 @@ def of_variants(size: int) -> list[Counted]:
     Raises:
         UserError: names all models that cannot take such images.
     """
-    return _counted({name: ModelConfig(name=name) for name in san.list_models()}, size, {})
+    return _counted({name: ModelConfig(name=name) for name in VARIANTS}, size, {})
 
 
 def of_variant(name: str, overrides: Sequence[str], size: int) -> list[Counted]:

@@ -254,7 +254,7 @@ def _conclude(grid_run: GridRun, verb: str, outcomes: Mapping[str, Outcome], tri
 def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterator[ShouldContinue | None]:
     """The judge that stops trials early, if the grid enables it. It also knows the results of earlier calls."""
     wanted = grid_run.grid.early_stopping
-    if wanted is None:
+    if wanted is None or wanted.grace_epochs is None:
         yield None
         return
     from cluster.halving import Rungs, judge  # imports Ray Tune

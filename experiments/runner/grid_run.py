@@ -105,9 +105,10 @@ def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
         except UserError as error:
             which = f"row {row}: " if len(apart) > 1 else ""
             raise UserError(f"{grid}: {which}{error}") from None
-    digests = {init: init_digest(init) for init in {config.recipe.init for config in configs.values()}}
-    tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in configs.items() if c.recipe.init is not None}
-    for done in dict.fromkeys(_initialized(grid, row, config, digests) for row, config in tuned.values()):
+    digests = {init: init_digest(init, request.runs) for init in {config.recipe.init for config in configs.values()}}
+    wanted = {row: config for row, config in configs.items() if not request.only or row in request.only}
+    tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in wanted.items() if c.recipe.init is not None}
+    for done in dict.fromkeys(_initialized(request, row, config, digests) for row, config in tuned.values()):
         print_status(done)
     trials = tuple(
         Trial(grid.stem, name, row.id, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
@@ -128,15 +129,15 @@ def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> Non
             raise UserError(f"--only {row}: {path} has no such row; {choices('rows', row, rows)}")
 
 
-def _initialized(path: Path, row: str, config: TrialConfig, digests: Mapping[str | None, str]) -> str:
+def _initialized(request: GridRequest, row: str, config: TrialConfig, digests: Mapping[str | None, str]) -> str:
     """What `recipe.init` does to a row's model, in words. Raises UserError if the file does not fit."""
     init = config.recipe.init
     assert init is not None
     model = config.model.spec().build(len(open_data(config.data)[0].classes))
     try:
-        return initialize(model, init, digests[init])
+        return initialize(model, init, digests[init], request.runs)
     except UserError as error:
-        raise UserError(f"{path}: row {row}: {error}") from None
+        raise UserError(f"{request.grid}: row {row}: {error}") from None
 
 
 def known_results(grid_run: GridRun) -> dict[str, Result]:

@@ -31,6 +31,8 @@ class MeasureTask:
     run_id: str
     """The trial's run in the tracker."""
     conditions: tuple[Condition, ...]
+    epochs: int
+    """The trained epochs."""
 
 
 def measure_trial(task: MeasureTask, report: ReportFn) -> None:
@@ -44,7 +46,7 @@ def measure_trial(task: MeasureTask, report: ReportFn) -> None:
     """
     workspace, config = task.workspace, task.trial.config
     import_sources(task.trial.imports)
-    checkpoint = last_of(workspace.checkpoints(task.trial), config.recipe.epochs)
+    checkpoint = last_of(workspace.checkpoints(task.trial), task.epochs)
     workspace.store.download(checkpoint)
     with trial_log(workspace, task.trial, rank=0):
         opened = replace(open_checkpoint(checkpoint), config=config)

@@ -83,7 +83,8 @@ def missing_measurements(grid_run: GridRun, results: Mapping[str, Result]) -> di
     if grid_run.grid.robustness is not None:
         for trial, result in finished_trials(grid_run.wanted, results):
             if missing := PROTOCOLS[grid_run.grid.robustness].missing(result.metrics):
-                tasks[trial.key] = MeasureTask(grid_run.workspace, trial, result.run_id, missing)
+                epochs = result.epochs(trial.config.recipe.epochs)
+                tasks[trial.key] = MeasureTask(grid_run.workspace, trial, result.run_id, missing, epochs)
     return tasks
 
 

@@ -56,6 +56,12 @@ def best_of(history: Sequence[Epoch]) -> Epoch | None:
     return max(validated, key=lambda scored: scored[:2])[2] if validated else None
 
 
+def is_out_of_patience(history: Sequence[Epoch], patience: int | None) -> bool:
+    """Whether `patience` epochs have passed since the best one; never with None."""
+    best = best_of(history)
+    return patience is not None and best is not None and history[-1].epoch - best.epoch >= patience
+
+
 def summary_csv(history: Sequence[Epoch]) -> bytes:
     """Content of the file."""
     text = io.StringIO(newline="")

@@ -30,6 +30,11 @@ class Workspace:
         return self.store.folder
 
     @property
+    def address(self) -> str:
+        """The folder or the address of the store, for `open_store`."""
+        return str(self.runs if self.store.shared else self.store)
+
+    @property
     def artifacts(self) -> Path:
         """The folder of MLflow's files if its database is in the store."""
         return self.runs / "artifacts"

@@ -29,3 +29,7 @@ class Result:
     """The epoch after which early stopping of this grid ended the trial."""
     tags: Mapping[str, str] = field(default_factory=dict)
     experiment_id: str = ""
+
+    def epochs(self, wanted: int) -> int:
+        """The trained epochs: fewer than `wanted` if `recipe.patience` has ended the trial."""
+        return round(self.metrics.get("epoch", wanted))

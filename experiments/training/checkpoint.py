@@ -69,10 +69,20 @@ class Checkpoint:
         return file_name(self.running.number, self.running.steps)
 
     def model(self) -> BaseModel:
-        """The validated model, in evaluation mode, on the CPU."""
+        """The validated model, in evaluation mode, on the CPU, with its images and classes in `pretrained_cfg`."""
         spec = ModelConfig.model_validate(self.origin.record["model"]).spec()
         model = spec.build(len(self.origin.classes))
         model.load_state_dict(validated_weights(self.engine))
+        data = self.origin.record["data"]
+        model.pretrained_cfg = {
+            "input_size": [3, data["size"], data["size"]],
+            "crop_pct": data["size"] / data["resize"],
+            "interpolation": "bilinear",
+            "mean": list(data["mean"]),
+            "std": list(data["std"]),
+            "num_classes": len(self.origin.classes),
+            "label_names": list(self.origin.classes),
+        }
         return model.eval()
 
     def as_bytes(self) -> bytes:

@@ -69,6 +69,7 @@ class Engine:
         micro_batch: images of this worker in a step, or in each part of a step if gradients are accumulated.
         config: how the steps are computed.
         augment: changes the images of each step.
+        class_weight_C: weights of the classes in the loss.
     """
 
     def __init__(
@@ -79,11 +80,13 @@ class Engine:
         micro_batch: int,
         config: EngineConfig = PLAIN,
         augment: Augmentation | None = None,
+        class_weight_C: Tensor | None = None,
     ) -> None:
         self.device = next(model.parameters()).device
         deepspeed = _import_deepspeed(self.device)
         config = config.on(self.device.type)
         self.recipe, self.augment = recipe, augment
+        self._class_weight_C = None if class_weight_C is None else class_weight_C.to(self.device)
         if recipe.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self._frozen = frozen_parts(model, recipe.freeze)
@@ -163,7 +166,7 @@ class Engine:
         """Adds the gradients of a part of a step with `images` images in total; returns the part's share of the result."""
         logits_NC = self._engine(part.images_NCHW)
         share = len(part.labels_N) / images  # sizes of parts may differ by one
-        loss = share * part.loss(logits_NC, self.recipe.label_smoothing)
+        loss = share * part.loss(logits_NC, self.recipe.label_smoothing, self._class_weight_C)
         self._engine.backward(loss, scale_wrt_gas=False)
         return torch.stack((loss.detach(), share * part.accuracy(logits_NC)))
 

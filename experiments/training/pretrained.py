@@ -1,57 +1,87 @@
-"""The initial weights of a trial that fine-tunes: those of the file `recipe.init`."""
+"""The initial weights of a trial that fine-tunes or continues: those of the checkpoint `recipe.init`."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR
-from experiments.training.checkpoint import DAMAGE, Checkpoint
-from san.models import checkpoint, released
+from experiments.grids.grid import is_checkpoint_name
+from experiments.runs.store import LocalStore
+from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
+from experiments.training.resolve import CHECKPOINT, resolve_checkpoint
+from san.models import checkpoint, pretrained, released
 from san.models.base import BaseModel, ModelSpec
 
 FREE = ("name", "footprint")
 """Fields of a spec in which a trial may differ from its file."""
 
 
-def init_digest(path: str | None) -> str:
-    """16 hexadecimal digits of a hash of the content of `recipe.init`; empty without a file.
+def init_digest(init: str | None, runs: str | Path | None) -> str:
+    """16 hexadecimal digits of a hash of the file with the weights of `recipe.init`; empty without initial weights. A key names
+    a trial in the store `runs`.
 
     Raises:
-        UserError: the file cannot be read.
+        UserError: there is no such checkpoint, or it cannot be read.
     """
-    if path is None:
+    if init is None:
         return ""
+    with _file(init, runs) as file:
+        try:
+            return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        except OSError as error:
+            raise UserError(
+                f"recipe.init={init}: cannot read this file ({error.strerror}); give {CHECKPOINT}, a file of `san convert` or "
+                "`san.save_checkpoint`, or a file of the paper's authors"
+            ) from None
+
+
+@contextmanager
+def _file(init: str, runs: str | Path | None) -> Iterator[Path]:
+    """The file with the weights of `recipe.init`: of a trial, those of its best epoch."""
+    path = PROJECT_DIR / init
+    named = init if is_checkpoint_name(init) and not os.path.lexists(path) else str(path)
     try:
-        return hashlib.sha256((PROJECT_DIR / path).read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise UserError(
-            f"recipe.init={path}: cannot read this file ({error.strerror}); give a checkpoint, a file of `san convert` or "
-            "`san.save_checkpoint`, or a file of the paper's authors"
-        ) from None
+        with resolve_checkpoint(named, runs) as (found, _):
+            if pretrained.is_folder(found):
+                yield found / pretrained.WEIGHTS
+            elif not found.is_dir():
+                yield found
+            elif best := best_in(LocalStore(found)):
+                yield found / best.name
+            else:
+                raise UserError(f"{found}: no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder")
+    except UserError as error:
+        raise UserError(str(error) if str(error).startswith("recipe.init") else f"recipe.init: {error}") from None
 
 
-def initialize(model: BaseModel, path: str, digest: str) -> str:
-    """Loads the weights of a file, except the classifier if its number of classes differs. Returns what was done, in words.
+def initialize(model: BaseModel, init: str, digest: str, runs: str | Path | None) -> str:
+    """Loads the weights of `recipe.init`, except the classifier if its number of classes differs. Says what was done.
 
     Raises:
-        UserError: the file has another digest, contains no weights, or weights of another model.
+        UserError: the weights have another digest, are of another model, or there are none.
     """
-    if init_digest(path) != digest:
-        raise UserError(f"recipe.init={path}: changed since the trial was started; restore the file, or start the grid again")
+    with _file(init, runs) as file:
+        if hashlib.sha256(file.read_bytes()).hexdigest()[:16] != digest:
+            raise UserError(
+                f"recipe.init={init}: changed since the trial was started; restore the file, or start the grid again"
+            )
+        source = _read(file, model.spec)
+    _require_same_function(model.spec, source.spec)
+    classes = checkpoint.classes(source)
+    state, expected = source.state_dict(), model.state_dict()
+    done = f"recipe.init: weights from {init}"
+    if classes != model.num_classes:
+        state |= {name: weight for name, weight in expected.items() if name.startswith(f"{model.classifier_name}.")}
+        done += f", with a new classifier for {model.num_classes} classes instead of {classes}"
     try:
-        source = _read(PROJECT_DIR / path, model.spec)
-        _require_same_function(model.spec, source.spec)
-        classes = checkpoint.classes(source)
-        state, expected = source.state_dict(), model.state_dict()
-        done = f"recipe.init: weights from {path}"
-        if classes != model.num_classes:
-            state |= {name: weight for name, weight in expected.items() if name.startswith(f"{model.classifier_name}.")}
-            done += f", with a new classifier for {model.num_classes} classes instead of {classes}"
-        checkpoint.check_fit(path, f"the model {model.spec.name}", expected, state)
-    except (checkpoint.CheckpointError, UserError) as error:
+        checkpoint.check_fit(init, f"the model {model.spec.name}", expected, state)
+    except checkpoint.CheckpointError as error:
         raise UserError(f"recipe.init: {error}") from None
     model.load_state_dict(state)
     return done
@@ -59,16 +89,19 @@ def initialize(model: BaseModel, path: str, digest: str) -> str:
 
 def _read(path: Path, spec: ModelSpec) -> BaseModel:
     """The model in a file of any kind. A file of the authors does not name its model, which is then `spec`."""
-    content = checkpoint.read(path)
-    if "engine" in content:
-        try:
-            found = Checkpoint.read(path)
-        except DAMAGE as error:
-            raise UserError(f"{path}: checkpoint damaged or written by an older version ({error})") from None
-        return found.model()
-    if checkpoint.is_checkpoint(content):
-        return checkpoint.load_checkpoint(path)
-    return released.load_released_checkpoint(path, spec.name, **checkpoint.overrides_of(spec))
+    try:
+        if path.name == pretrained.WEIGHTS:
+            return pretrained.load_folder(path.parent)
+        content = checkpoint.read(path)
+        if "engine" in content:
+            return Checkpoint.read(path).model()
+        if checkpoint.is_checkpoint(content):
+            return checkpoint.load_checkpoint(path)
+        return released.load_released_checkpoint(path, spec.name, **checkpoint.overrides_of(spec))
+    except checkpoint.CheckpointError as error:
+        raise UserError(f"recipe.init: {error}") from None
+    except DAMAGE as error:
+        raise UserError(f"recipe.init: {path}: checkpoint damaged or written by an older version ({error})") from None
 
 
 def _require_same_function(wanted: ModelSpec, source: ModelSpec) -> None:
@@ -77,6 +110,6 @@ def _require_same_function(wanted: ModelSpec, source: ModelSpec) -> None:
     for field in ours if type(wanted) is type(source) else ():
         if field not in FREE and ours[field] != given[field]:
             raise UserError(
-                f"the file contains {source.name} with {field}={given[field]}, but the trial's model has "
+                f"recipe.init: the file contains {source.name} with {field}={given[field]}, but the trial's model has "
                 f"{field}={ours[field]}; set model.{field} to the value of the file, or use another file"
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -49,14 +51,23 @@ class MixedBatch(NamedTuple):
         others = [None] * count if self.others_N is None else self.others_N.tensor_split(count)
         return [MixedBatch(*part, self.shares_2) for part in zip(images, labels, others, strict=True)]
 
-    def loss(self, logits_NC: Tensor, label_smoothing: float) -> Tensor:
-        """Mean cross-entropy in float32; weighted over both classes if there are two."""
+    def loss(self, logits_NC: Tensor, label_smoothing: float, weight_C: Tensor | None = None) -> Tensor:
+        """Mean cross-entropy in float32; weighted over both classes if there are two.
+
+        With `weight_C`, the loss of each image is multiplied by the weight of its class, and still divided by the number of
+        images, so that it does not depend on how a batch is split over workers.
+        """
         logits_NC = logits_NC.float()
-        loss = cross_entropy(logits_NC, self.labels_N, label_smoothing=label_smoothing)
+
+        def mean(labels_N: Tensor) -> Tensor:
+            if weight_C is None:
+                return cross_entropy(logits_NC, labels_N, label_smoothing=label_smoothing)
+            loss_N = cross_entropy(logits_NC, labels_N, label_smoothing=label_smoothing, reduction="none")
+            return (weight_C[labels_N] * loss_N).mean()
+
         if self.others_N is None or self.shares_2 is None:
-            return loss
-        others = cross_entropy(logits_NC, self.others_N, label_smoothing=label_smoothing)
-        return self.shares_2[0] * loss + self.shares_2[1] * others
+            return mean(self.labels_N)
+        return self.shares_2[0] * mean(self.labels_N) + self.shares_2[1] * mean(self.others_N)
 
     def accuracy(self, logits_NC: Tensor) -> Tensor:
         """Share of images whose class has the highest logit; weighted over both classes if there are two."""
@@ -124,6 +135,12 @@ def erased(images_NCHW: Tensor, probability: float) -> Tensor:
     in_columns_NW = (column_W >= left_N[:, None]) & (column_W < (left_N + width_N)[:, None])
     erased_N1HW = to_device(in_rows_NH[:, None, :, None] & in_columns_NW[:, None, None, :], images_NCHW.device)
     return images_NCHW.masked_fill(erased_N1HW, 0)
+
+
+def balancing_weights(labels: Sequence[int], classes: int) -> Tensor:
+    """The weight of each class, [classes], in inverse proportion to its number of labels; their mean over all labels is 1."""
+    count_C = np.bincount(np.asarray(labels), minlength=classes)
+    return torch.from_numpy(len(labels) / (classes * count_C)).float()
 
 
 def optimizer(model: nn.Module, recipe: RecipeConfig) -> torch.optim.Optimizer:

@@ -25,7 +25,7 @@ from experiments.grids.imports import import_sources
 from experiments.runs.claims import Claim
 from experiments.runs.retry import OUTAGE_TIMEOUT
 from experiments.runs.store import StorageError
-from experiments.runs.summary import CONFUSION, Confusion, Epoch, best_of, summary_csv
+from experiments.runs.summary import CONFUSION, Confusion, Epoch, best_of, is_out_of_patience, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.augment import Augmentation
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
@@ -34,6 +34,7 @@ from experiments.training.engine import Engine, join_process_group, numerics
 from experiments.training.images import loaders
 from experiments.training.metrics import RunningEpoch, evaluate
 from experiments.training.pretrained import initialize
+from experiments.training.recipe import balancing_weights
 from experiments.training.reporter import ProgressReporter, ReportFn
 from experiments.training.watchdog import Watchdog
 from pipelines import Loader
@@ -110,13 +111,15 @@ def _prepare(
     if config.recipe.drop_path:  # a model of the user may have rates of its own
         model.set_drop_rates(drop_path_rate=config.recipe.drop_path)
     if config.recipe.init is not None:
-        _log.info(initialize(model, config.recipe.init, trial.init_digest))
+        _log.info(initialize(model, config.recipe.init, trial.init_digest, workspace.address))
     complexity, tags = san.complexity(model, config.data.size), compute_tags(config.engine, device)
     if config.recipe.scaling is not None and rank == 0:
         _log.info(config.recipe.scaling)
     micro_batch = -(-config.recipe.batch_size // (world * config.recipe.grad_accum_steps))
     augment = None if config.recipe.augment == "none" else Augmentation(config.recipe.augment, train.transform, device)
-    engine = Engine(model.to(device), config.recipe, train.steps, micro_batch, config.engine, augment)
+    is_balanced = config.recipe.class_weights == "balanced"
+    weight_C = balancing_weights(train.dataset.labels, len(train.dataset.classes)) if is_balanced else None
+    engine = Engine(model.to(device), config.recipe, train.steps, micro_batch, config.engine, augment, weight_C)
     _log.info(", ".join(f"{name}: {value}" for name, value in tags.items()))
     reporter = ProgressReporter(report, config.recipe.epochs, train)
     return Trainer(
@@ -184,7 +187,7 @@ class Trainer:
         """Resumes, trains, validates, saves and logs until the last epoch, or until it is asked to stop. Returns the model."""
         try:
             running = self.resume()
-            while running.number < self.trial.config.recipe.epochs and self._continues(running):
+            while not self._is_over(self.history) and self._continues(running):
                 self.engine.train()
                 unchecked: list[_Step] = []
                 next_check, clock = running.steps + 1, _Clock(running, self.train)
@@ -281,9 +284,15 @@ class Trainer:
         scores = evaluate(self.engine.model, self.val, self.watchdog.step_ended)
         if not math.isfinite(scores.loss):
             raise FloatingPointError(f"non-finite validation loss after epoch {running.number}")
-        if finished == recipe.epochs and scores.confusion is not None and dist.get_rank() == 0:
+        epoch = running.finished(images, scores)
+        if self._is_over((*self.history, epoch)) and scores.confusion is not None and dist.get_rank() == 0:
             self.checkpoints.write(CONFUSION, Confusion(self.train.dataset.classes, scores.confusion).as_csv())
-        return running.finished(images, scores)
+        return epoch
+
+    def _is_over(self, history: Sequence[Epoch]) -> bool:
+        """Whether the recipe asks for no more epochs."""
+        recipe = self.trial.config.recipe
+        return len(history) == recipe.epochs or is_out_of_patience(history, recipe.patience)
 
     def save(self, running: RunningEpoch) -> None:
         state = self.engine.state_dict()
@@ -306,9 +315,11 @@ class Trainer:
 
     def finish(self) -> None:
         """Ends the MLflow run, while the other workers wait."""
-        stopped = len(self.history) < self.trial.config.recipe.epochs
+        stopped = not self._is_over(self.history)
         if stopped:
             self.reporter.report_stopped(self.history)
+        elif len(self.history) < self.trial.config.recipe.epochs and dist.get_rank() == 0:
+            _log.info("no better epoch for recipe.patience=%d epochs: finished", self.trial.config.recipe.patience)
         if self.logger is not None:
             best = None if stopped else self._best()
             stopped_by = f"{self.trial.grid}-{self.trial.profile}" if stopped else None

@@ -143,7 +143,16 @@ class Dataset:
         if not os.path.isfile(path):
             what = "a folder" if os.path.isdir(path) else "not a regular file" if os.path.exists(path) else "no such file"
             raise DataError(f"{path}: {what}; expected an image")
-        return cls(path.parent, "", ("",), (path.name,), (0,), (path.stat().st_size,))
+        return cls.of_files([path])
+
+    @classmethod
+    def of_files(cls, files: Sequence[Path | str]) -> "Dataset":
+        """A dataset of images in any folders, whose class is not known. Missing files are found when they are read."""
+        paths = [os.path.abspath(file) for file in files]
+        root = os.path.commonpath([os.path.dirname(path) for path in paths])
+        names = tuple(os.path.relpath(path, root) for path in paths)
+        zeros = array("q", bytes(8 * len(paths)))
+        return cls(Path(root), "", ("",), names, zeros, zeros)
 
     @classmethod
     def synthetic(cls, split: str, classes: int, per_class: int) -> "Dataset":
@@ -395,6 +404,18 @@ def _class_names(folder: Path) -> list[str]:
             "put the images of each class into a separate folder"
         )
     return names
+
+
+def list_images(folder: Path) -> tuple[list[str], str]:
+    """The images in a folder and its subfolders, sorted, each once; and what was left out, as in `Dataset.skipped`.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    with _readable(folder):
+        found = {"": _found(folder)}
+        again = _remove_further_names(folder, found) if found[""].links else 0
+    return sorted(name for name, _ in found[""].images), _skipped([found[""].others], again)
 
 
 @dataclass(slots=True)

@@ -39,6 +39,7 @@ class BaseModel(nn.Module):
         reductions: side of the image divided by the side of each map.
         stage_names: name of the module of each stage.
         drop_rate: probability with which training drops a channel before the classifier.
+        pretrained_cfg: of a trained model, as in timm, the size, mean and std of its images and its classes (`label_names`).
     """
 
     classifier_name: ClassVar[str]
@@ -49,6 +50,7 @@ class BaseModel(nn.Module):
     reductions: tuple[int, ...]
     stage_names: list[str]
     drop_rate = 0.0
+    pretrained_cfg: dict[str, Any]
 
     def __init__(self, spec: ModelSpec, in_channels: int) -> None:
         check_count("in_channels", in_channels)

@@ -1,7 +1,7 @@
 """Files of weights. Reading one never runs code from the file; writing replaces a file completely or not at all.
 
 `save_checkpoint` writes a dict: `name` of the variant, `overrides` (the fields in which the model differs from that variant),
-`num_classes`, `in_channels` (3 if it is missing) and `state_dict`.
+`num_classes`, `in_channels` (3 if it is missing), `state_dict`, and `pretrained_cfg` if the model has it.
 """
 
 from __future__ import annotations
@@ -167,7 +167,16 @@ def save_checkpoint(model: BaseModel, path: str | Path) -> None:
     """
     check_own(path, model)
     content = {"name": model.spec.name, "overrides": overrides_of(model.spec), "num_classes": classes(model)}
-    write(content | {"in_channels": model.in_channels, "state_dict": dict(model.state_dict())}, path)
+    content |= {"in_channels": model.in_channels, "state_dict": dict(model.state_dict())}
+    write(content | ({"pretrained_cfg": config} if (config := trained_on(model)) else {}), path)
+
+
+def trained_on(model: BaseModel) -> dict[str, Any]:
+    """`model.pretrained_cfg`, without the names of classes if the classifier was replaced; empty if there is none."""
+    config = dict(getattr(model, "pretrained_cfg", {}))
+    if config.get("num_classes", model.num_classes) != model.num_classes:
+        del config["num_classes"], config["label_names"]
+    return config
 
 
 def is_checkpoint(content: Mapping[str, Any]) -> bool:
@@ -186,7 +195,10 @@ def load_checkpoint(path: str | Path) -> BaseModel:
         hint = "`san convert` makes such a file from a trial's checkpoint; load_released_checkpoint reads the authors' files"
         raise CheckpointError(f"{path}: not written by save_checkpoint or `san convert`; {hint}")
     sizes = content["num_classes"], content.get("in_channels", 3)
-    return restore(path, content["name"], content["overrides"], *sizes, content["state_dict"])
+    model = restore(path, content["name"], content["overrides"], *sizes, content["state_dict"])
+    if "pretrained_cfg" in content:
+        model.pretrained_cfg = content["pretrained_cfg"]
+    return model
 
 
 def restore(

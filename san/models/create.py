@@ -10,9 +10,9 @@ from san.models.registry import VARIANTS, model_spec
 
 
 def list_models(pattern: str = "*", pretrained: bool = False) -> list[str]:
-    """Names that match a shell pattern, such as `san*_pairwise`: the variants or, with `pretrained`, the networks whose weights
-    the package contains."""
-    return [name for name in (weights.included() if pretrained else VARIANTS) if fnmatchcase(name, pattern)]
+    """Names that `create_model` takes and that match a shell pattern, such as `san*_pairwise`: the variants, and the networks
+    whose weights the package contains. With `pretrained`, only those networks."""
+    return [name for name in [*(() if pretrained else VARIANTS), *weights.included()] if fnmatchcase(name, pattern)]
 
 
 def create_model(

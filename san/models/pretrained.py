@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from san.models.base import BaseModel
-from san.models.checkpoint import CheckpointError, check_own, classes, overrides_of, restore
+from san.models.checkpoint import CheckpointError, check_own, classes, overrides_of, restore, trained_on
 
 WEIGHTS_DIR = Path(__file__).parents[1] / "weights"
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
@@ -74,7 +74,7 @@ def save_folder(
         accuracy: the accuracy and how it was measured, for the model card.
         license: the license of the weights, an identifier of the Hub such as "mit".
         usage: end of the model card, in Markdown: how to use the model.
-        facts: further entries of `config.json`. `load_folder` returns a model with `pretrained_cfg` if it is among them.
+        facts: further entries of `config.json`.
 
     Raises:
         CheckpointError: the model is a backbone, or layers were replaced, so that it could not be loaded again.
@@ -85,6 +85,7 @@ def save_folder(
     variant, overrides = model.spec.name, overrides_of(model.spec)
     config = {"variant": variant, "overrides": overrides, "num_classes": classes(model), "in_channels": model.in_channels}
     config |= {"data": data, "accuracy": accuracy, "license": license}
+    config |= {"pretrained_cfg": known} if (known := trained_on(model)) else {}
     card = TEMPLATE.format(
         **config,
         title=Path(folder).name,

@@ -20,6 +20,7 @@ from san import ops
 from san.choice import ChoiceError
 from san.models import model_spec
 from san.models.base import BaseModel
+from san.models.registry import VARIANTS
 from san.models.san import PairwiseSpec, PatchwiseSpec, SANSpec, ScalarSpec
 from san.ops import library
 
@@ -29,7 +30,7 @@ EXACT = {"san10_pairwise": (10_531_848, 2_155_268_622), "san10_patchwise": (11_8
 TABLE = yaml.safe_load((ROOT / "experiments/paper/tables.yaml").read_text())
 PRINTED = {row["id"]: row for row in TABLE["comparison"]["rows"]} | {"san10_scalar": TABLE["scalar_attention"]["rows"][0]}
 
-every_variant = pytest.mark.parametrize("name", san.list_models())
+every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_kind = pytest.mark.parametrize("name", ["resnet26", "san10_pairwise", "san10_patchwise", "san10_scalar"])
 
 

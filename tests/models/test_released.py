@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 import san
 from san.models.base import BaseModel
+from san.models.registry import VARIANTS
 from san.models.released import from_released_key, released_key
 
 SMALL: dict[str, Any] = {"num_stages": 3, "width_mult": 0.5}
-RELEASED = [name for name in san.list_models("san*") if "scalar" not in name]
+RELEASED = [name for name in VARIANTS if name.startswith("san") and "scalar" not in name]
 
-every_variant = pytest.mark.parametrize("name", san.list_models())
+every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_released = pytest.mark.parametrize("name", RELEASED)
 
 

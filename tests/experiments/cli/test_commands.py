@@ -16,12 +16,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-import san
 from experiments.cli import cli
 from experiments.grids.config import PROJECT_DIR
 from experiments.grids.expand import GRIDS_DIR, expand, profile_path
 from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_rows, table_names
+from experiments.report import counts
 from experiments.runs.workspace import default_runs
 from experiments.training import images
 from san import create_model, load_checkpoint, save_checkpoint
@@ -51,7 +51,7 @@ def test_complexity_as_json(printed: Printed, monkeypatch: pytest.MonkeyPatch) -
     assert [row["id"] for row in rows] == list(paper_rows("position"))
     by_id = {row["id"]: row for row in rows}
     assert (by_id["pairwise_relative"]["params"], by_id["pairwise_relative"]["flops_paper"]) == (10_531_848, 2_155_268_622)
-    monkeypatch.setattr(san, "list_models", lambda: ["resnet26", "san10_pairwise"])
+    monkeypatch.setattr(counts, "VARIANTS", ["resnet26", "san10_pairwise"])
     assert [row["id"] for row in json.loads(printed("complexity", "--json"))] == ["resnet26", "san10_pairwise"]
 
 

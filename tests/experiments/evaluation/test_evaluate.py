@@ -9,12 +9,13 @@ import torch
 
 import san
 from experiments.cli import weights
-from experiments.evaluation.evaluate import Evaluation, evaluate_checkpoint, open_checkpoint, open_images, resolve_checkpoint
+from experiments.evaluation.evaluate import Evaluation, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.grids.config import PROJECT_DIR, merged
 from experiments.grids.transform import transform
 from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import validated_weights
+from experiments.training.resolve import resolve_checkpoint
 from san.models import pretrained
 from tests.experiments.conftest import HELD_OUT, SMALL_GRID, Printed, Rejected, San, Trained
 from tests.experiments.samples import flip_a_bit, of_step, opened_checkpoints
@@ -64,6 +65,9 @@ def test_converted_checkpoint_gives_the_same_accuracy(trained: Trained, tmp_path
         found = evaluated(file, *HELD_OUT, *model, profile="digits")
         assert measured(found) == measured(evaluated(trained.folder))
         assert (found.epoch, found.own_images) == (None, None)
+    opened = open_checkpoint(ours, HELD_OUT)  # our file stores the preprocessing and the names of the classes
+    assert (opened.config.data.size, opened.classes) == (24, trained.best.origin.classes)
+    assert opened.config.data.mean == trained.trial.config.data.mean
 
 
 def test_folder_of_weights_gives_the_same_accuracy(

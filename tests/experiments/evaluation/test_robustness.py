@@ -154,7 +154,7 @@ def test_grid_measures_only_missing_conditions(
 
 def test_missing_checkpoint_is_an_error_without_a_retry(grid_run: GridRun, trained: Trained, tmp_path: Path) -> None:
     workspace = Workspace(LocalStore(tmp_path), trained.grid_run.workspace.tracking_uri)
-    task = MeasureTask(workspace, trained.trial, "run", PROTOCOLS["rotation"].conditions[:1])
+    task = MeasureTask(workspace, trained.trial, "run", PROTOCOLS["rotation"].conditions[:1], 2)
     with pytest.raises(san.CheckpointError, match=r"epoch-0002-step-0000000.pt: cannot read this file"):
         measure_trial(task, lambda metrics: None)
 
@@ -164,7 +164,7 @@ def test_reports_progress_within_a_condition(trained: Trained, monkeypatch: pyte
     sent: list[Mapping[str, float]] = []
     grid_run = trained.grid_run
     clean, _, n4 = PROTOCOLS["attack"].conditions
-    measure_trial(MeasureTask(grid_run.workspace, grid_run.trials[0], "run", (clean, n4)), sent.append)
+    measure_trial(MeasureTask(grid_run.workspace, grid_run.trials[0], "run", (clean, n4), 2), sent.append)
     assert [metrics.get("done") for metrics in sent] == [64 / 120, 1.0, None] * 2
     assert [metrics["condition"] for metrics in sent] == [0, 0, 0, 1, 1, 1]
     assert set(sent[2]) == {"condition", "robustness/none/top1"}
@@ -173,7 +173,7 @@ def test_reports_progress_within_a_condition(trained: Trained, monkeypatch: pyte
 
 def test_repeated_measurements_of_a_retried_trial_count_once(grid_run: GridRun) -> None:
     conditions, kept, out = PROTOCOLS["rotation"].conditions[:2], [], io.StringIO()
-    task = MeasureTask(grid_run.workspace, grid_run.trials[0], "run", conditions)
+    task = MeasureTask(grid_run.workspace, grid_run.trials[0], "run", conditions, 2)
     progress = MeasureProgress({"key": task}, lambda task, metrics: kept.append(metrics), out)
     for index in (0, 0, 1):
         progress.progress("key", {"condition": index, **conditions[index].metrics({"top1": 50.0, "top5": 90.0})})

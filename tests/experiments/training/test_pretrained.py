@@ -1,6 +1,7 @@
 """Fine-tuning: initial weights from files of each kind, frozen parts, learning rates by part."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from experiments.training.checkpoint import Checkpoint
 from experiments.training.pretrained import init_digest, initialize
 from experiments.training.trainer import run_trial
 from san.models.base import BaseModel
+from san.models.pretrained import save_folder
 from tests.experiments.conftest import HELD_OUT, Trained, WriteGrid
 from tests.experiments.samples import SHORT, silent
 
@@ -26,8 +28,8 @@ def network(seed: int, classes: int = 10, name: str = "san10_pairwise", **fields
     return san.create_model(name, num_classes=classes, **FIELDS | fields)
 
 
-def started(model: BaseModel, path: Path) -> str:
-    return initialize(model, str(path), init_digest(str(path)))
+def started(model: BaseModel, init: Path | str, runs: Path | None = None) -> str:
+    return initialize(model, str(init), init_digest(str(init), runs), runs)
 
 
 def equal(one: BaseModel, other: BaseModel, except_for: str = "none") -> bool:
@@ -45,10 +47,33 @@ def test_takes_weights_from_our_files_and_from_those_of_the_authors(
     assert equal(mine, theirs)
 
 
-def test_takes_weights_from_the_checkpoint_of_a_trial(trained: Trained) -> None:
-    mine = network(2)
-    started(mine, trained.folder / trained.best.name)
-    assert equal(mine, trained.best.model())
+def test_takes_the_weights_of_a_trial(trained: Trained) -> None:
+    """From its file, its folder (the best epoch), or by its key or run."""
+    runs = trained.grid_run.workspace.runs
+    for init in (trained.folder / trained.best.name, trained.folder, trained.trial.key, trained.result.run_id):
+        mine = network(2)
+        started(mine, init, runs)
+        assert equal(mine, trained.best.model()), init
+
+
+def test_takes_the_weights_of_a_folder_of_the_hub_or_of_an_included_network(tmp_path: Path) -> None:
+    theirs = san.create_model("san10_patchwise_cifar10", pretrained=True)
+    save_folder(theirs, tmp_path / "shared", data="", accuracy="", license="mit")
+    for init in ("san10_patchwise_cifar10", tmp_path / "shared", tmp_path / "shared/model.safetensors"):
+        mine = san.create_model("san10_patchwise_cifar10")
+        started(mine, init)
+        assert equal(mine, theirs), init
+
+
+def test_grid_continues_from_the_key_of_a_trial(trained: Trained) -> None:
+    """A relative path would be resolved from the current folder, but this is a name."""
+    request = trained.grid_run.request
+    init = f"recipe.init={trained.trial.key}"
+    again = open_grid_run(replace(request, overrides=(*request.overrides, "recipe.epochs=7", init), only=("pairwise_3",)))
+    (trial,) = again.wanted
+    assert trial.config.recipe.init == trained.trial.key and trial.init_digest and trial.key != trained.trial.key
+    with pytest.raises(UserError, match=r"recipe\.init: 0123456789ab: no such file, and no checkpoints of trial"):
+        open_grid_run(replace(request, overrides=(*request.overrides, "recipe.init=0123456789ab")))
 
 
 def test_classifier_is_new_if_the_number_of_classes_differs(tmp_path: Path) -> None:
@@ -75,12 +100,12 @@ def test_rejects_weights_of_another_model(fields: dict[str, Any], message: str, 
 
 def test_rejects_files_that_are_missing_changed_or_run_code(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.pt: .*No such file"):
-        init_digest(str(tmp_path / "none.pt"))
+        init_digest(str(tmp_path / "none.pt"), None)
     torch.save({"state_dict": network}, tmp_path / "code.pt")
     with pytest.raises(UserError, match=r"code\.pt: .*would run code"):
         started(network(2), tmp_path / "code.pt")
     with pytest.raises(UserError, match="changed since"):
-        initialize(network(2), str(tmp_path / "code.pt"), "another digest")
+        initialize(network(2), str(tmp_path / "code.pt"), "another digest", None)
 
 
 def test_frozen_parts_keep_weights_and_statistics(

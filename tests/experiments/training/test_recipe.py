@@ -15,7 +15,7 @@ import san
 from experiments.errors import UserError
 from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
-from experiments.training.recipe import cutmix, erased, mixed, mixup, optimizer, schedule
+from experiments.training.recipe import MixedBatch, balancing_weights, cutmix, erased, mixed, mixup, optimizer, schedule
 from tests.experiments.conftest import SMALL_GRID, OpenGrid
 from tests.experiments.grids.test_grid import expand
 from tests.experiments.training.test_engine import batches, network, recipe
@@ -43,6 +43,24 @@ def test_learning_rate_is_scaled_with_the_batch_size(lr: float, batch: int, lr_b
     assert scaled.lr_used == pytest.approx(lr * batch / lr_batch_size)
     assert (scaled.scaling is None) == (batch == lr_batch_size)
     assert recipe(lr=lr, batch_size=batch).lr_used == lr == recipe(lr=lr, batch_size=batch, lr_batch_size=batch).lr_used
+
+
+@given(st.lists(st.integers(0, 3), min_size=1).map(lambda labels: [*labels, 0, 1, 2, 3]), st.integers(1, 4))
+def test_balanced_classes_have_the_same_share_of_the_loss(labels: list[int], parts: int) -> None:
+    """The loss of a batch does not depend on its parts."""
+    weight_C = balancing_weights(labels, 4)
+    assert weight_C[labels].mean().item() == pytest.approx(1)
+    sums = torch.zeros(4).index_add(0, torch.tensor(labels), weight_C[labels])
+    torch.testing.assert_close(sums, torch.full((4,), len(labels) / 4))
+    logits_NC, labels_N = torch.randn(len(labels), 4, generator=torch.Generator().manual_seed(0)), torch.tensor(labels)
+    batch = MixedBatch(torch.zeros(len(labels), 3, 1, 1), labels_N)
+    pieces = [
+        len(part.labels_N) / len(labels) * part.loss(logits, 0.1, weight_C)
+        for part, logits in zip(batch.parts(parts), logits_NC.tensor_split(parts), strict=True)
+        if len(part.labels_N)
+    ]
+    torch.testing.assert_close(sum(pieces), batch.loss(logits_NC, 0.1, weight_C))
+    torch.testing.assert_close(batch.loss(logits_NC, 0.1, torch.ones(4)), batch.loss(logits_NC, 0.1))
 
 
 @given(st.integers(0, 1000), st.floats(0.1, 10))

@@ -9,10 +9,10 @@ import torch
 
 from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun
-from experiments.runs.summary import Confusion
+from experiments.runs.summary import CONFUSION, Confusion
 from experiments.runs.workspace import Workspace
 from experiments.training import trainer
-from experiments.training.checkpoint import Checkpoint
+from experiments.training.checkpoint import Checkpoint, last_of
 from experiments.training.engine import Engine
 from experiments.training.metrics import Scores
 from experiments.training.trainer import run_trial
@@ -151,6 +151,25 @@ def test_trial_ends_after_an_epoch_if_it_should_not_continue(open_small_grid: Op
     run_trial(grid_run.workspace, trial, silent, should_continue)
     assert asked == [(trial.key, 1)]
     assert grid_run.tracker.results()[trial.key].stopped_at == 1
+
+
+def test_trial_ends_without_patience_and_is_finished(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid_run = open_small_grid(*SHORT, "recipe.epochs=5", "recipe.patience=2")
+    trial, workspace = grid_run.trials[0], grid_run.workspace
+    top1 = iter((20.0, 30.0, 25.0, 30.0, 99.0))
+
+    def scored(*_: object) -> Scores:
+        return Scores(1.0, next(top1), 50.0, 100, 10 * ((1,) * 10,))
+
+    monkeypatch.setattr(trainer, "evaluate", scored)
+    run_trial(workspace, trial, silent)
+    result = grid_run.tracker.results()[trial.key]
+    assert result.finished and result.stopped_at is None
+    assert (result.metrics["summary/best_top1"], result.metrics["summary/best_epoch"]) == (30, 2)
+    assert result.epochs(5) == 4 and last_of(workspace.checkpoints(trial), 4).exists()
+    assert (workspace.checkpoints(trial) / CONFUSION).exists()
+    assert "no better epoch for recipe.patience=2" in workspace.log(trial).read_text()
+    run_trial(workspace, trial, silent)  # does not train another epoch
 
 
 def test_non_finite_validation_loss_is_not_saved(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:

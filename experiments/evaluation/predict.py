@@ -1,0 +1,114 @@
+"""The most probable classes of images in any folders, by any checkpoint."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import torch
+
+from experiments.errors import UserError
+from experiments.evaluation.evaluate import LoadedModel, evaluation_loader
+from experiments.grids.transform import transform
+from pipelines import DataError, Dataset
+from pipelines.datasets.check import broken_images
+from pipelines.datasets.dataset import list_images
+from san.models import checkpoint
+from san.nn import fold
+
+LOOK_AHEAD = 1024
+"""After an error, this many images are checked one by one at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The most probable classes of an image, best first."""
+
+    image: str
+    classes: tuple[str, ...] = ()
+    probabilities: tuple[float, ...] = ()
+    """From 0 to 1."""
+    error: str = ""
+    """Why the image cannot be used, if it has no classes."""
+
+
+def find_images(names: Sequence[str], listed_in: TextIO | None = None) -> tuple[list[str], str]:
+    """The paths of images: files as they are given, then those in a list with one path per line, and for each folder the images
+    in it and its subfolders, sorted. Also says what was skipped there.
+
+    Raises:
+        UserError: no images are found.
+        DataError: a folder cannot be read.
+    """
+    found: list[str] = []
+    skipped = []
+    for name in (*names, *(line.rstrip("\n") for line in listed_in or () if line.strip())):
+        if not Path(name).is_dir():
+            found.append(name)
+            continue
+        images, others = list_images(Path(name))
+        found += [str(Path(name, image)) for image in images]
+        skipped += [f"{name}: skipped {others}"] if others else []
+    if not found:
+        raise UserError(f"no images in {', '.join(names) or 'the list'}{''.join(f'; {text}' for text in skipped)}")
+    return found, "; ".join(skipped)
+
+
+def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable[[], None]) -> Iterator[Prediction]:
+    """The `top` most probable classes of each image, in the given order, preprocessed as in validation. `ended` is called after
+    each batch. Images that cannot be used have an error."""
+    images, model = Dataset.of_files(paths), fold(opened.model)
+    names = opened.classes or tuple(map(str, range(checkpoint.classes(opened.model))))
+    errors: dict[int, str] = {}
+    left, position = np.arange(len(paths)), 0
+
+    def failed(until: int) -> Iterator[Prediction]:
+        return (Prediction(paths[index], error=errors[index]) for index in range(position, until))
+
+    while len(left):
+        loader, done = evaluation_loader(opened, images.only(left), transform(opened.config.data), _batch(opened)), 0
+        model = model.to(loader.device)
+        try:
+            for images_NCHW, _ in loader.epoch(0):
+                with torch.inference_mode():
+                    best = model(images_NCHW).float().softmax(1).topk(min(top, len(names)), dim=1)
+                indices = left[done : done + len(images_NCHW)].tolist()
+                for index, values, labels in zip(indices, best.values.tolist(), best.indices.tolist(), strict=True):
+                    yield from failed(index)
+                    position = index + 1
+                    yield Prediction(paths[index], tuple(names[label] for label in labels), tuple(values))
+                done += len(indices)
+                ended()
+            left = left[done:]
+        except DataError:
+            left = left[done:]
+            found = {one.index: one.reason for one in broken_images(images, left[:LOOK_AHEAD].tolist())}
+            if not found:
+                raise
+            errors |= found
+            left = np.setdiff1d(left, list(found))
+    yield from failed(len(paths))
+
+
+def _batch(opened: LoadedModel) -> int:
+    return opened.config.recipe.batch_size
+
+
+def batches(opened: LoadedModel, images: int) -> int:
+    """The number of batches of so many images."""
+    return -(-images // _batch(opened))
+
+
+def write_csv(predictions: Iterable[Prediction], top: int, file: TextIO) -> Iterator[Prediction]:
+    """Passes predictions on, and writes each as a row: image, class_1, probability_1, ..., error."""
+    writer = csv.writer(file)
+    ranks = range(1, top + 1)
+    writer.writerow(["image", *(f"{what}_{rank}" for rank in ranks for what in ("class", "probability")), "error"])
+    for one in predictions:
+        pairs = [text for name, share in zip(one.classes, one.probabilities, strict=True) for text in (name, f"{share:.6f}")]
+        writer.writerow([one.image, *pairs, *[""] * (2 * top - len(pairs)), one.error])
+        yield one
