@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from pydantic import ValidationError
 
@@ -205,6 +206,10 @@ def open_images(opened: LoadedModel, split: str | None = None) -> Dataset:
         )
     if opened.classes is not None and images.classes != opened.classes:
         theirs, ours = next(pair for pair in zip(images.classes, opened.classes, strict=True) if pair[0] != pair[1])
+        if normalize("NFC", theirs) == normalize("NFC", ours):
+            raise UserError(
+                f"{opened.path}: trained on a class {ours!r} that is spelled with other Unicode characters in {where}"
+            )
         raise UserError(
             f"{opened.path}: trained on different classes from those in {where}: for example {ours!r} instead of {theirs!r}"
         )

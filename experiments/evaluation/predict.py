@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ def find_images(names: Sequence[str], listed_in: TextIO | None = None) -> tuple[
     """
     found: list[str] = []
     skipped = []
-    for name in (*names, *(line.rstrip("\n") for line in listed_in or () if line.strip())):
+    for name in (*names, *(line.rstrip("\r\n") for line in listed_in or () if line.strip())):
         if not Path(name).is_dir():
             found.append(name)
             continue
@@ -63,8 +64,9 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
     each batch. Images that cannot be used have an error."""
     images, model = Dataset.of_files(paths), fold(opened.model)
     names = opened.classes or tuple(map(str, range(checkpoint.classes(opened.model))))
-    errors: dict[int, str] = {}
-    left, position = np.arange(len(paths)), 0
+    is_file = np.array(list(map(os.path.isfile, paths)))
+    errors = {index: _no_file(paths[index]) for index in np.flatnonzero(~is_file).tolist()}
+    left, position = np.flatnonzero(is_file), 0
 
     def failed(until: int) -> Iterator[Prediction]:
         return (Prediction(paths[index], error=errors[index]) for index in range(position, until))
@@ -92,6 +94,10 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
             errors |= found
             left = np.setdiff1d(left, list(found))
     yield from failed(len(paths))
+
+
+def _no_file(path: str) -> str:
+    return "not a file, but a pipe or a device" if os.path.exists(path) else "no such file"
 
 
 def _batch(opened: LoadedModel) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.datasets.dataset import list_images
 from pipelines.datasets.prepared import has_splits, is_prepared, unfinished_folder
 from pipelines.errors import DataError
 
@@ -132,8 +133,11 @@ def _no_download(archive: Archive, error: OSError) -> DataError:
 def _copy(source: Path, root: Path, count: Callable[[int], None]) -> None:
     for split in ("train", "val"):
         for folder in sorted(path for path in (source / split).glob("*") if path.is_dir()):
-            shutil.copytree(folder, root / split / folder.name)
-            count(sum(1 for _ in folder.iterdir()))
+            for name in list_images(folder)[0]:
+                copy = root / split / folder.name / name
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(folder / name, copy)
+                count(1)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,13 @@ def test_names_of_classes_travel_with_every_copy(trained: Trained, photos: Path,
     model.reset_classifier(3)
     san.save_checkpoint(model, ours)
     assert "label_names" not in san.load_checkpoint(ours).pretrained_cfg, "they are those of another classifier"
+
+
+def test_says_what_is_no_file(tmp_path: Path, run_san: San) -> None:
+    os.mkfifo(tmp_path / "pipe.jpg")
+    (tmp_path / "list.txt").write_bytes(b"none.jpg\r\n\r\n")
+    code, out, _ = run_san("predict", "san10_patchwise_cifar10", tmp_path / "pipe.jpg", "--list", tmp_path / "list.txt")
+    assert (code, out) == (1, f"{tmp_path}/pipe.jpg: not a file, but a pipe or a device\nnone.jpg: no such file\n")
 
 
 def test_rejects(tmp_path: Path, rejected: Rejected) -> None:
