@@ -222,10 +222,10 @@ class Loader:
         indices = [index for part in parts for index in part.tolist()]
         broken = next(broken_images(self.dataset, indices), None)
         if broken is None:
-            names, reason = join_names(map(self.dataset.name_of, indices)), str(error).strip().splitlines()[-1]
-            raise DecodingError(
-                f"DALI failed ({reason}) at one of these images, each of which it can decode alone: {names}"
-            ) from error
+            names = join_names(map(self.dataset.name_of, indices))
+            reason = str(error).rpartition("encountered:")[2].replace("Current pipeline object is no longer valid.", "")
+            message = f"DALI failed at one of these images, although it can decode each alone: {names}; its reason: "
+            raise DecodingError(message + " ".join(reason.split())) from error
         raise self._unusable(broken) from error
 
     def _unusable(self, broken: Broken) -> DataError:

@@ -114,7 +114,7 @@ def open_image(opened: LoadedModel, image: str, split: str | None = None) -> Dat
     if os.path.isfile(image) or not image.isdecimal():
         picture = Dataset.of_image(image)
         for broken in broken_images(picture, [0]):
-            raise DataError(f"{image}: {broken.reason}; give a valid JPEG or PNG file")
+            raise DataError(f"{image}: {broken.reason}; give another image")
         return picture
     images = open_images(opened, split)
     if int(image) >= len(images):

@@ -131,7 +131,7 @@ def test_an_error_that_would_be_raised_again_is_not_retried() -> None:
 
 
 def test_a_second_session_on_a_machine_is_not_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("cluster.session.private_folder", lambda: tmp_path)
     with alone() as first, alone() as second:
         assert first and not second
     with alone() as third:

@@ -57,6 +57,7 @@ def test_check_lists_no_broken_images(images: Path, san_data: San, tmp_path: Pat
             "packed": False,
             "images": 13,
             "classes": ["cat", "dog"],
+            "skipped": "",
             "broken": [{"path": f"{images}/train/{file}", "reason": "empty file"} for file in (f"cat/{unusual}", "dog/3.jpg")],
             "list": str(tmp_path / "lists/train.txt"),
             "digest": opened[0].digest(),

@@ -147,7 +147,7 @@ def test_rejects_other_images(
         ("none.png", "no such file"),
         (".", "a folder"),
         ("/dev/null", "not a regular file"),
-        ("text.png", "not a JPEG or PNG image"),
+        ("text.png", "not an image in a known format"),
         ("cut.png", "damaged"),
     ):
         command = ("attention", files / "san10_pairwise.pt", tmp_path / image, "--profile", "digits")

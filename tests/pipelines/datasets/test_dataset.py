@@ -105,7 +105,8 @@ def test_parts_of_a_split_have_no_file_in_common_under_any_path(tmp_path: Path) 
 def test_subfolders_belong_to_their_class(tmp_path: Path) -> None:
     """In folders, lists and shards alike."""
     put(tmp_path, "train/a/1.jpg", "elsewhere/1.jpg", "train/a/x/y/2.png", "train/a/.hidden/3.jpg", "train/b/z/1.jpg")
-    (tmp_path / "elsewhere/y").symlink_to(tmp_path / "train/a/x/y")
+    put(tmp_path, "further/2.png")
+    (tmp_path / "elsewhere/y").symlink_to(tmp_path / "further")
     (tmp_path / "train/a/w").symlink_to(tmp_path / "elsewhere")
     data = Dataset.scan(tmp_path, "train")
     in_a = [f"train/a/{name}" for name in ("1.jpg", "w/1.jpg", "w/y/2.png", "x/y/2.png")]
