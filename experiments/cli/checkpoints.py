@@ -125,7 +125,13 @@ def evaluate(
 @click.command()
 @click.argument("checkpoint")
 @click.argument("images", nargs=-1, metavar="[IMAGE|FOLDER]... [KEY=VALUE]...")
-@click.option("--list", "listed_in", type=click.File(), metavar="FILE", help="File with one path per line; - for stdin.")
+@click.option(
+    "--list",
+    "listed_in",
+    type=click.File(encoding="utf-8-sig"),
+    metavar="FILE",
+    help="File with one path per line; - for stdin.",
+)
 @click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="Number of classes per image.")
 @click.option("--csv", "table", type=FilePath(), metavar="FILE.csv", help="Write a table to this file instead of lines.")
 @IMAGE_PROFILE

@@ -107,6 +107,7 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
 
     datasets = _found(root, splits)
     for dataset in datasets:
+        dataset.require_several_classes()
         if not dataset.packed:
             require_writable(list_path(lists or root, dataset.split))
     try:

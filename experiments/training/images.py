@@ -16,6 +16,7 @@ from experiments.errors import UserError
 from experiments.grids.config import PROJECT_DIR, DataConfig, TrialConfig, too_many_parts
 from experiments.grids.transform import transform
 from pipelines import CIFAR, DataError, Dataset, Loader, prepare_digits
+from pipelines.datasets.dataset import image_names
 from pipelines.datasets.manifest import list_path
 from pipelines.datasets.shards import index_path
 from pipelines.errors import join_names
@@ -41,7 +42,7 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     of_train, of_val = names or ("train", "val")
     train = _open_split(config.source, root, lists, of_train)
     val = train if held_out is not None else _open_split(config.source, root, lists, of_val)
-    _require_several_classes(train)
+    train.require_several_classes()
     train.require_same_classes(val)
     if names:
         train.require_disjoint(val)
@@ -58,16 +59,6 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     except DataError as error:
         raise DataError(f"{key}: {error}") from None
     return train, val
-
-
-def _require_several_classes(train: Dataset) -> None:
-    """Raises `DataError` for a single class: the folders may be one level deeper than they should."""
-    if len(train.classes) > 1:
-        return
-    (only,), split = train.classes, train.root / train.split
-    inside = sorted(entry.name for entry in (split / only).iterdir() if entry.is_dir()) if (split / only).is_dir() else []
-    hint = f"; if the folders in it are the classes ({join_names(inside)}), move them to {split}" if inside else ""
-    raise DataError(f"{split}: a single class, {only}, but a network needs at least two{hint}")
 
 
 def _require_fitting(config: DataConfig) -> None:
@@ -160,21 +151,20 @@ def notes_on(config: DataConfig) -> list[str]:
 
 
 def _on_lists(parts: Sequence[Dataset]) -> list[str]:
-    """Which lists of a folder are in use, and what has changed since. The folder is listed only if its time is newer."""
+    """Which lists of a folder are in use, and what else the folder has, which includes images that were found to be broken."""
     if not parts:
         return []
     lists = [one.listed_in for one in parts if one.listed_in is not None]
     text = f"images listed in {' and '.join(map(str, lists))}"
     folder, root = parts[0].folder, parts[0].root
     listed = set[str]().union(*(one.paths for one in parts))
-    folders = {folder, *(folder / name for name in parts[0].classes), *(root / path.rpartition("/")[0] for path in listed)}
     try:
-        if max(os.stat(each).st_mtime_ns for each in folders) < min(path.stat().st_mtime_ns for path in lists):
-            return [text]
-        found = set(Dataset.scan(root, folder.name).paths)
+        found = image_names(root, folder.name)
+        if found != listed:  # exactly: each file once
+            found = set(Dataset.scan(root, folder.name).paths)
     except (OSError, DataError) as error:
         return [f"{text}; cannot compare them with {folder}: {error}"]
-    more = f"{len(found - listed):,} images that are not listed and not used" if found - listed else ""
+    more = f"{len(found - listed):,} images that are not listed (new or broken) and not used" if found - listed else ""
     less = f"no longer {len(listed - found):,} of the listed images" if listed - found else ""
     has = " and ".join(filter(None, (more, less)))
     return [f"{text}; {folder} has {has}; see `san data check` and `san data split`" if has else text]

@@ -151,7 +151,9 @@ def _files_in(source: Path) -> Iterator[Iterator[tuple[str, Callable[[], bytes]]
         with tarfile.open(source) as tar:
             yield ((member.name, partial(_read, tar, member)) for member in tar if not member.isdir())
     except (EOFError, KeyError, tarfile.TarError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-        raise DataError(f"{source}: cannot read this archive ({error}); download it again, or give another file") from None
+        raise DataError(
+            f"{source}: cannot read this archive ({error}); expected a tar file; download it again, or give another one"
+        ) from None
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

@@ -312,6 +312,15 @@ class Dataset:
                 "regenerate both lists with a single `san data split` command"
             )
 
+    def require_several_classes(self) -> None:
+        """Raises DataError for a single class: the folders may be one level deeper than they should."""
+        if len(self.classes) > 1:
+            return
+        (only,), split = self.classes, self.root / self.split
+        inside = sorted(entry.name for entry in (split / only).iterdir() if entry.is_dir()) if (split / only).is_dir() else []
+        hint = f"; if the folders in it are the classes ({join_names(inside)}), move them to {split}" if inside else ""
+        raise DataError(f"{split}: a single class, {only}, but a network needs at least two{hint}")
+
     def require_same_classes(self, other: "Dataset") -> None:
         """Raises DataError unless `other` has the same classes."""
         if self.classes == other.classes:
@@ -387,7 +396,7 @@ def _split_folder(root: Path, split: str) -> Path:
         )
     folder = root / split
     if not folder.is_dir():
-        hold_out = ", hold out training images with data.split=val-split data.val_split_per_class=10" if split == "val" else ""
+        hold_out = ", hold out training images with data.split=val-split data.val_split_per_class=N" if split == "val" else ""
         raise DataError(
             f"{root}: this data folder has no folder {split}/; expected {folder}/<class>/<image>; create this folder, "
             f"provide a list {split}.txt{hold_out}, or use another data folder"
@@ -404,6 +413,23 @@ def _class_names(folder: Path) -> list[str]:
             "put the images of each class into a separate folder"
         )
     return names
+
+
+def image_names(root: Path, split: str) -> set[str]:
+    """The paths in `root/split/<class>/` that end like images, without following links inside class folders; quick, because it
+    looks at no file. Raises OSError."""
+    classes = _class_names(root / split)
+
+    def names(name: str) -> list[str]:
+        found = []
+        for inside, folders, files in os.walk(root / split / name):
+            folders[:] = [folder for folder in folders if not folder.startswith(".")]
+            inner = f"{split}/{name}{inside[len(str(root / split / name)) :]}"
+            found += [f"{inner}/{file}" for file in files if file.lower().endswith(SUFFIXES) and not file.startswith(".")]
+        return found
+
+    with ThreadPoolExecutor(LISTING_THREADS) as pool:
+        return set(chain.from_iterable(pool.map(names, classes)))
 
 
 def list_images(folder: Path) -> tuple[list[str], str]:
@@ -445,7 +471,9 @@ def _found(folder: Path) -> _Found:
                 if entry.name.startswith("."):
                     continue
                 name, links_of_entry = inside + entry.name, links + entry.is_symlink()
-                if entry.is_dir():
+                if entry.is_symlink() and not os.path.exists(entry.path):
+                    found.others["broken links"] += 1
+                elif entry.is_dir():
                     heapq.heappush(waiting, (links_of_entry, f"{name}/"))
                 elif not name.lower().endswith(SUFFIXES):
                     found.others[os.path.splitext(name)[1].lower() or "without suffix"] += 1

@@ -141,6 +141,8 @@ class BaseModel(nn.Module):
         self.add_module(
             self.classifier_name, self._new_classifier(num_classes).to(weight.device, weight.dtype).train(self.training)
         )
+        if known := getattr(self, "pretrained_cfg", None):  # not with the names of the old classes
+            self.pretrained_cfg = {key: value for key, value in known.items() if key not in ("num_classes", "label_names")}
 
     def get_classifier(self) -> nn.Module | None:
         """The last layer; None for a backbone."""

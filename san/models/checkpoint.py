@@ -172,11 +172,8 @@ def save_checkpoint(model: BaseModel, path: str | Path) -> None:
 
 
 def trained_on(model: BaseModel) -> dict[str, Any]:
-    """`model.pretrained_cfg`, without the names of classes if the classifier was replaced; empty if there is none."""
-    config = dict(getattr(model, "pretrained_cfg", {}))
-    if config.get("num_classes", model.num_classes) != model.num_classes:
-        del config["num_classes"], config["label_names"]
-    return config
+    """`model.pretrained_cfg`; empty if there is none."""
+    return dict(getattr(model, "pretrained_cfg", {}))
 
 
 def is_checkpoint(content: Mapping[str, Any]) -> bool:

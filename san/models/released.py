@@ -177,7 +177,10 @@ def _detect_variant(path: str | Path, state: Mapping[str, Tensor], overrides: di
     matches = [re.match(r"layer(\d+)\.(\d+)\.sam\.", key) for key in state]
     blocks = sorted({(int(match[1]), int(match[2])) for match in matches if match})
     if not blocks:
-        raise CheckpointError(f"{path}: not one of the authors' SANs; expected keys such as layer0.0.sam.conv1.weight")
+        raise CheckpointError(
+            f"{path}: not one of the authors' SANs (expected keys such as layer0.0.sam.conv1.weight), and weights alone do not "
+            "say to which other model they belong; load them with load_state_dict, and save the model with san.save_checkpoint"
+        )
     depths = tuple({stage: block + 1 for stage, block in blocks}.values())
     kind = PairwiseSpec if any(".sam.conv_p." in key for key in state) else PatchwiseSpec
     specs = [model_spec(name, overrides) for name, row in VARIANTS.items() if isinstance(row, kind)]

@@ -1,5 +1,6 @@
 """The images of a trial: sources, splits, errors, and two workers of which one lists the images."""
 
+import os
 import shutil
 import unicodedata
 from collections.abc import Callable
@@ -87,15 +88,19 @@ def test_notes_name_the_list_in_use_and_what_it_lacks(images: Path, tmp_path: Pa
         write_list(list_path(root, "train"), train.paths, train.sizes)
 
     def replace_one(root: Path) -> None:
+        (root / "train/cat/deep/er").mkdir(parents=True)
+        (root / "train/cat/1.jpg").rename(root / "train/cat/deep/er/1.jpg")
         check(root)
-        (root / "train/cat/0.jpg").rename(root / "train/cat/new.jpg")
+        (root / "train/cat/0.jpg").rename(root / "train/cat/deep/new.jpg")
+        for folder in (root / "train/cat", root / "train/cat/deep"):
+            os.utime(folder, (0, 0))  # as after `rsync -a`
 
     assert notes_on_copy("unchanged", lambda root: None) == []
     assert notes_on_copy("added", add) == ["train: skipped 1 .txt"]
     assert notes_on_copy("listed", check) == ["images listed in ROOT/train.txt"]
     assert notes_on_copy("replaced", replace_one) == [
-        "images listed in ROOT/train.txt; ROOT/train has 1 images that are not listed and not used and no longer 1 of the "
-        "listed images; see `san data check` and `san data split`"
+        "images listed in ROOT/train.txt; ROOT/train has 1 images that are not listed (new or broken) and not used and no "
+        "longer 1 of the listed images; see `san data check` and `san data split`"
     ]
 
 
