@@ -152,7 +152,7 @@ def test_sizes() -> None:
 
 @pytest.mark.slow
 def test_check_shows_a_bar_and_can_be_interrupted(images: Path) -> None:
-    """Its processes are suspended, so the check is still running at the interrupt."""
+    """Its process is suspended until the interrupt."""
     terminal, end_of_process = pty.openpty()
     termios.tcsetwinsize(end_of_process, (24, 100))
     command = [sys.executable, "-m", "experiments", "data", "check", str(images)]
@@ -160,22 +160,24 @@ def test_check_shows_a_bar_and_can_be_interrupted(images: Path) -> None:
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=end_of_process, text=True) as process:
         os.close(end_of_process)
         shown = _read_until(b"images", terminal)
-        while not (
-            workers := [child for child in psutil.Process(process.pid).children() if "spawn_main" in str(child.cmdline())]
-        ):
+        while not (workers := _workers(process.pid)):
             assert process.poll() is None
         for worker in workers:
             worker.suspend()
         process.send_signal(signal.SIGINT)
-        shown += _read_until(b"interrupted", terminal)
         for worker in workers:
             worker.resume()
+        shown += _read_until(b"interrupted", terminal)
         out, _ = process.communicate()
     os.close(terminal)
     assert (process.returncode, out) == (1, "")
     assert b" of 12 images" in shown and b"Traceback" not in shown
     assert not psutil.wait_procs(workers, timeout=PATIENCE)[1]
     assert not list(images.glob("*.txt")) and not list(images.glob(".*"))
+
+
+def _workers(parent: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(parent).children() if "--multiprocessing-fork" in child.cmdline()]
 
 
 def _read_until(word: bytes, terminal: int) -> bytes:
