@@ -111,7 +111,7 @@ def _quieten() -> None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be written to a folder, which is made. Permissions alone do not tell, for example in /sys."""
+    """Creates a folder if it is missing; whether it can be written to. Permissions alone do not tell, for example in /sys."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError:
@@ -126,7 +126,7 @@ def _connect(address: str | None) -> None:
         local: dict[str, Any] = {"address": "local", "num_cpus": available_cpus(), "include_dashboard": False}
         if (python := shlex.quote(sys.executable)) != sys.executable:  # Ray passes it to a shell without quotes
             local["runtime_env"] = {"py_executable": python}
-        if not _is_writable(Path("~/.ray").expanduser()) and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        if not _is_writable(Path(os.path.expanduser("~/.ray"))) and "RAY_AUTH_TOKEN_PATH" not in os.environ:
             # Ray would write its token into the home folder, which some users of containers do not have.
             (token := private_folder() / "auth_token").write_text(secrets.token_hex(32))
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)

@@ -188,13 +188,18 @@ def gpu_refusal(capability: tuple[int, int]) -> str | None:
 
 
 def cuda_refusal() -> str | None:
-    """Why SAN_CUDA (`auto`, `0` or `1`) or a CPU build of torch disables the CUDA kernels, or None."""
+    """Why the CUDA kernels, which take minutes to compile, are not built, or None: SAN_CUDA (`auto`, `0` or `1`), a CPU build of
+    torch or, with `auto`, no GPU."""
     choice = os.environ.get("SAN_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
         return f"SAN_CUDA must be auto, 0 or 1, not {choice!r}"
     if choice == "0":
         return "SAN_CUDA=0 disables them; unset it"
-    return "this torch was built without CUDA; install a CUDA build of torch" if torch.version.cuda is None else None
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA; install a CUDA build of torch"
+    if choice == "auto" and torch.cuda.device_count() == 0:
+        return "torch sees no GPU; SAN_CUDA=1 builds them nevertheless"
+    return None
 
 
 def cuda_folders(nvcc: str, kind: str, file: str) -> list[Path]:

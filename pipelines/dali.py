@@ -10,13 +10,13 @@ stall decoding. The graphs contain no random operators.
 """
 
 import os
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.datasets.check import MOST_PIXELS, has_variants, is_animated_png
 from pipelines.transform import Transform
 
 # DALI reads this setting when it is loaded, and then reuses the memory of decoded images.
@@ -40,6 +40,10 @@ PREFETCH = 4
 """Maximum number of batches that are decoded ahead. The minimum is two; with one, decoding stops while the network runs."""
 PREFETCH_BYTES = 256 * 2**20
 """Memory for these batches on the CPU or GPU. Two batches are decoded ahead even if they need more."""
+
+MOST_PIXELS = 178_956_970
+"""Larger images are rejected before they are decoded, because a header can claim more pixels than fit into memory. This is
+the size at which Pillow raises an error."""
 
 GPU_DECODER = {
     "device": "mixed",
@@ -102,6 +106,22 @@ def read(pipeline: Any) -> Encoded:
     for index in others.tolist():
         unsure_N[index] |= has_variants(first_N2[index].tobytes()) or is_animated_png(np.asarray(encoded.at(index)).data)
     return Encoded(encoded, sizes_N2, unsure_N)
+
+
+def has_variants(first: bytes) -> bool:
+    """Whether the first two bytes are those of a format, TIFF or PNM, of which DALI decodes some variants wrongly."""
+    return first in (b"II", b"MM") or (first[:1] == b"P" and first[1:].isdigit())
+
+
+def is_animated_png(encoded: bytes | memoryview) -> bool:
+    """Whether this is a PNG with several pictures (a chunk `acTL` before the first). DALI 2.4 crashes on some."""
+    if bytes(encoded[:4]) != b"\x89PNG":
+        return False
+    at, chunk = 8, b""
+    while at + 8 <= len(encoded) and chunk not in (b"acTL", b"IDAT"):
+        length, chunk = struct.unpack(">I4s", encoded[at : at + 8])
+        at += 12 + length
+    return chunk == b"acTL"
 
 
 def size_pipeline() -> Any:

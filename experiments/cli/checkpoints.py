@@ -157,7 +157,7 @@ def predict(
     Example: san predict san10_patchwise_cifar10 photos --csv photos.csv
     """
     from experiments.evaluation.evaluate import open_checkpoint
-    from experiments.evaluation.predict import batches, find_images, write_csv
+    from experiments.evaluation.predict import find_images, write_csv
     from experiments.evaluation.predict import predict as predictions_of
     from experiments.runner.progress import counting
     from experiments.training.resolve import resolve_checkpoint
@@ -174,7 +174,8 @@ def predict(
         click.echo(f"{checkpoint}: the names of the classes are not known; classes are numbered from 0", err=True)
     failed = 0
     with ExitStack() as stack:
-        count = stack.enter_context(counting("", batches(opened, len(paths)), "batches"))
+        batches = -(-len(paths) // opened.config.recipe.batch_size)
+        count = stack.enter_context(counting("", batches, "batches"))
         predictions = predictions_of(opened, paths, top, count)
         if table is not None:
             try:

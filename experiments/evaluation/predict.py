@@ -21,8 +21,8 @@ from pipelines.datasets.dataset import list_images
 from san.models import checkpoint
 from san.nn import fold
 
-LOOK_AHEAD = 1024
-"""After an error, this many images are checked one by one at a time."""
+AT_ONCE = 1024
+"""After an error, so many images are checked until a broken one is found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
     images, model = Dataset.of_files(paths), fold(opened.model)
     names = opened.classes or tuple(map(str, range(checkpoint.classes(opened.model))))
     is_file = np.array(list(map(os.path.isfile, paths)))
+    batch = opened.config.recipe.batch_size
     errors = {index: _no_file(paths[index]) for index in np.flatnonzero(~is_file).tolist()}
     left, position = np.flatnonzero(is_file), 0
 
@@ -72,7 +73,7 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
         return (Prediction(paths[index], error=errors[index]) for index in range(position, until))
 
     while len(left):
-        loader, done = evaluation_loader(opened, images.only(left), transform(opened.config.data), _batch(opened)), 0
+        loader, done = evaluation_loader(opened, images.only(left), transform(opened.config.data), batch), 0
         model = model.to(loader.device)
         try:
             for images_NCHW, _ in loader.epoch(0):
@@ -88,11 +89,11 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
             left = left[done:]
         except DataError:
             left = left[done:]
-            found = {one.index: one.reason for one in broken_images(images, left[:LOOK_AHEAD].tolist())}
-            if not found:
+            broken = _next_broken(images, left.tolist())
+            if not broken:
                 raise
-            errors |= found
-            left = np.setdiff1d(left, list(found))
+            errors |= broken
+            left = np.setdiff1d(left, list(broken))
     yield from failed(len(paths))
 
 
@@ -100,13 +101,12 @@ def _no_file(path: str) -> str:
     return "not a file, but a pipe or a device" if os.path.exists(path) else "no such file"
 
 
-def _batch(opened: LoadedModel) -> int:
-    return opened.config.recipe.batch_size
-
-
-def batches(opened: LoadedModel, images: int) -> int:
-    """The number of batches of so many images."""
-    return -(-images // _batch(opened))
+def _next_broken(images: Dataset, indices: Sequence[int]) -> dict[int, str]:
+    """The reasons of the next images among `indices` that cannot be used, by index."""
+    for first in range(0, len(indices), AT_ONCE):
+        if broken := {one.index: one.reason for one in broken_images(images, indices[first : first + AT_ONCE])}:
+            return broken
+    return {}
 
 
 def write_csv(predictions: Iterable[Prediction], top: int, file: TextIO) -> Iterator[Prediction]:

@@ -133,8 +133,8 @@ def _open_split(source: str, root: Path, lists: Path | None, name: str) -> Datas
 
 
 def notes_on(config: DataConfig) -> list[str]:
-    """What else a user should know about the images: which lists are in use and what has changed since, what was left out, and
-    whether links make the training and validation images the same."""
+    """Notes on a folder of images, for people: the lists in use and what has changed since, skipped files, and links that make
+    the training and validation images the same."""
     if config.source != "folder":
         return []
     train, val = open_data(config)
@@ -151,7 +151,7 @@ def notes_on(config: DataConfig) -> list[str]:
 
 
 def _on_lists(parts: Sequence[Dataset]) -> list[str]:
-    """Which lists of a folder are in use, and what else the folder has, which includes images that were found to be broken."""
+    """The lists of a folder that are in use, and the images in the folder that they lack, which may be new or broken."""
     if not parts:
         return []
     lists = [one.listed_in for one in parts if one.listed_in is not None]
@@ -160,14 +160,14 @@ def _on_lists(parts: Sequence[Dataset]) -> list[str]:
     listed = set[str]().union(*(one.paths for one in parts))
     try:
         found = image_names(root, folder.name)
-        if found != listed:  # exactly: each file once
+        if found != listed:  # again, each file once
             found = set(Dataset.scan(root, folder.name).paths)
     except (OSError, DataError) as error:
         return [f"{text}; cannot compare them with {folder}: {error}"]
-    more = f"{len(found - listed):,} images that are not listed (new or broken) and not used" if found - listed else ""
-    less = f"no longer {len(listed - found):,} of the listed images" if listed - found else ""
-    has = " and ".join(filter(None, (more, less)))
-    return [f"{text}; {folder} has {has}; see `san data check` and `san data split`" if has else text]
+    more = f"has {len(found - listed):,} others (new or broken), which are not used" if found - listed else ""
+    less = f"lacks {len(listed - found):,} of them" if listed - found else ""
+    differs = " and ".join(filter(None, (more, less)))
+    return [f"{text}, but {folder} {differs}; see `san data check` and `san data split`" if differs else text]
 
 
 def without_writing(config: DataConfig) -> DataConfig:

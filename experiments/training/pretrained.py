@@ -31,19 +31,35 @@ def init_digest(init: str | None, runs: str | Path | None) -> str:
     """
     if init is None:
         return ""
-    with _file(init, runs) as file:
-        try:
-            return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-        except OSError as error:
-            raise UserError(
-                f"recipe.init={init}: cannot read this file ({error.strerror}); give {CHECKPOINT}, a file of `san convert` or "
-                "`san.save_checkpoint`, or a file of the paper's authors"
-            ) from None
+    with _weights(init, runs) as file:
+        return _digest(file)
+
+
+def initialize(model: BaseModel, init: str, digest: str, runs: str | Path | None) -> str:
+    """Loads the weights of `recipe.init`, except the classifier if its number of classes differs. Says what was done.
+
+    Raises:
+        UserError: the weights have another digest, are of another model, or there are none.
+    """
+    with _weights(init, runs) as file:
+        if _digest(file) != digest:
+            raise UserError("changed since the trial was started; restore the file, or start the grid again")
+        source = _read(file, model.spec)
+        _require_same_function(model.spec, source.spec)
+        classes = checkpoint.classes(source)
+        state, expected = source.state_dict(), model.state_dict()
+        done = f"recipe.init: weights from {init}"
+        if classes != model.num_classes:
+            state |= {name: weight for name, weight in expected.items() if name.startswith(f"{model.classifier_name}.")}
+            done += f", with a new classifier for {model.num_classes} classes instead of {classes}"
+        checkpoint.check_fit(file, f"the model {model.spec.name}", expected, state)
+    model.load_state_dict(state)
+    return done
 
 
 @contextmanager
-def _file(init: str, runs: str | Path | None) -> Iterator[Path]:
-    """The file with the weights of `recipe.init`: of a trial, those of its best epoch."""
+def _weights(init: str, runs: str | Path | None) -> Iterator[Path]:
+    """The file with the weights of `recipe.init`: of a trial, those of its best epoch. Errors in the block name `init`."""
     path = PROJECT_DIR / init
     named = init if is_checkpoint_name(init) and not os.path.lexists(path) else str(path)
     try:
@@ -55,53 +71,34 @@ def _file(init: str, runs: str | Path | None) -> Iterator[Path]:
             elif best := best_in(LocalStore(found)):
                 yield found / best.name
             else:
-                raise UserError(f"{found}: no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder")
-    except UserError as error:
-        raise UserError(str(error) if str(error).startswith("recipe.init") else f"recipe.init: {error}") from None
+                raise UserError("no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder")
+    except OSError as error:
+        raise UserError(
+            f"recipe.init={init}: cannot read this file ({error.strerror}); give {CHECKPOINT}, a file of `san convert` or "
+            "`san.save_checkpoint`, or a file of the paper's authors"
+        ) from None
+    except (checkpoint.CheckpointError, UserError) as error:
+        raise UserError(f"recipe.init={init}: {error}") from None
 
 
-def initialize(model: BaseModel, init: str, digest: str, runs: str | Path | None) -> str:
-    """Loads the weights of `recipe.init`, except the classifier if its number of classes differs. Says what was done.
-
-    Raises:
-        UserError: the weights have another digest, are of another model, or there are none.
-    """
-    with _file(init, runs) as file:
-        if hashlib.sha256(file.read_bytes()).hexdigest()[:16] != digest:
-            raise UserError(
-                f"recipe.init={init}: changed since the trial was started; restore the file, or start the grid again"
-            )
-        source = _read(file, model.spec)
-    _require_same_function(model.spec, source.spec)
-    classes = checkpoint.classes(source)
-    state, expected = source.state_dict(), model.state_dict()
-    done = f"recipe.init: weights from {init}"
-    if classes != model.num_classes:
-        state |= {name: weight for name, weight in expected.items() if name.startswith(f"{model.classifier_name}.")}
-        done += f", with a new classifier for {model.num_classes} classes instead of {classes}"
-    try:
-        checkpoint.check_fit(init, f"the model {model.spec.name}", expected, state)
-    except checkpoint.CheckpointError as error:
-        raise UserError(f"recipe.init: {error}") from None
-    model.load_state_dict(state)
-    return done
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _read(path: Path, spec: ModelSpec) -> BaseModel:
     """The model in a file of any kind. A file of the authors does not name its model, which is then `spec`."""
-    try:
-        if path.name == pretrained.WEIGHTS:
-            return pretrained.load_folder(path.parent)
-        content = checkpoint.read(path)
-        if "engine" in content:
-            return Checkpoint.read(path).model()
-        if checkpoint.is_checkpoint(content):
-            return checkpoint.load_checkpoint(path)
-        return released.load_released_checkpoint(path, spec.name, **checkpoint.overrides_of(spec))
-    except checkpoint.CheckpointError as error:
-        raise UserError(f"recipe.init: {error}") from None
-    except DAMAGE as error:
-        raise UserError(f"recipe.init: {path}: checkpoint damaged or written by an older version ({error})") from None
+    if path.name == pretrained.WEIGHTS:
+        return pretrained.load_folder(path.parent)
+    content = checkpoint.read(path)
+    if "engine" in content:
+        try:
+            found = Checkpoint.read(path)
+        except DAMAGE as error:
+            raise UserError(f"{path}: checkpoint damaged or written by an older version ({error})") from None
+        return found.model()
+    if checkpoint.is_checkpoint(content):
+        return checkpoint.load_checkpoint(path)
+    return released.load_released_checkpoint(path, spec.name, **checkpoint.overrides_of(spec))
 
 
 def _require_same_function(wanted: ModelSpec, source: ModelSpec) -> None:
@@ -110,6 +107,6 @@ def _require_same_function(wanted: ModelSpec, source: ModelSpec) -> None:
     for field in ours if type(wanted) is type(source) else ():
         if field not in FREE and ours[field] != given[field]:
             raise UserError(
-                f"recipe.init: the file contains {source.name} with {field}={given[field]}, but the trial's model has "
+                f"the file contains {source.name} with {field}={given[field]}, but the trial's model has "
                 f"{field}={ours[field]}; set model.{field} to the value of the file, or use another file"
             )

@@ -7,7 +7,6 @@ other processes; after a crash, it decodes those that were in work one by one, e
 import os
 import signal
 import stat
-import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -29,9 +28,6 @@ from pipelines.errors import DataError
 
 AT_ONCE = 16
 """Images that are sent to a process at a time."""
-MOST_PIXELS = 178_956_970
-"""Larger images are rejected before they are decoded, because a header can claim more pixels than fit into memory. This is
-the size at which Pillow raises an error."""
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF", "PPM")
 """Formats that are read, as Pillow calls them."""
 
@@ -166,17 +162,17 @@ class _Decoder:
             return f"cannot read this file ({error.strerror})"
         if not encoded:
             return "empty file"
-        if is_animated_png(encoded):
+        if self._dali.is_animated_png(encoded):
             return "an animated PNG, which may crash DALI's decoder; save its first picture as a PNG"
         try:
             height, width = self._run(0, encoded)[:2].tolist()
-            if height * width > MOST_PIXELS:
-                return f"{width}x{height} pixels; the maximum is {MOST_PIXELS:,} pixels in all; save a smaller copy"
+            if height * width > self._dali.MOST_PIXELS:
+                return f"{width}x{height} pixels; the maximum is {self._dali.MOST_PIXELS:,} pixels in all; save a smaller copy"
             pixels_HWC = self._run(1, encoded)
         except RuntimeError:
             self._pipelines = self._dali.size_pipeline(), self._dali.image_pipeline()  # unusable after an error
             return _fault(encoded) or "DALI cannot decode this image, but Pillow can; save it as another JPEG or PNG file"
-        if has_variants(encoded[:2]) and not _is_as_in_pillow(encoded, pixels_HWC):
+        if self._dali.has_variants(encoded[:2]) and not _is_as_in_pillow(encoded, pixels_HWC):
             return "a variant of TIFF, PPM or PGM whose pixels DALI decodes wrongly; save it as a PNG"
         return None
 
@@ -185,22 +181,6 @@ class _Decoder:
         pipeline.feed_input("encoded", [np.frombuffer(encoded, np.uint8)])
         (output,) = pipeline.run()
         return np.asarray(output.at(0))
-
-
-def has_variants(first: bytes) -> bool:
-    """Whether the first two bytes are those of a format, TIFF or PNM, of which DALI decodes some variants wrongly."""
-    return first in (b"II", b"MM") or (first[:1] == b"P" and first[1:].isdigit())
-
-
-def is_animated_png(encoded: bytes | memoryview) -> bool:
-    """Whether this is a PNG with several pictures (a chunk `acTL` before the first). DALI 1.52's decoder crashes on some."""
-    if bytes(encoded[:4]) != b"\x89PNG":
-        return False
-    at, chunk = 8, b""
-    while at + 8 <= len(encoded) and chunk not in (b"acTL", b"IDAT"):
-        length, chunk = struct.unpack(">I4s", encoded[at : at + 8])
-        at += 12 + length
-    return chunk == b"acTL"
 
 
 def _is_as_in_pillow(encoded: bytes, pixels_HWC: NDArray[np.uint8]) -> bool:

@@ -71,7 +71,7 @@ class Dataset:
     listed_in: Path | None = field(default=None, compare=False)
     """The image list, if there is one."""
     skipped: str = field(default="", compare=False)
-    """What `scan` left out, such as `2 .gif, 1 .txt`."""
+    """The number and kind of the files that `scan` left out, such as `2 .gif, 1 .txt`."""
 
     @classmethod
     def open(cls, root: Path | str, split: str, lists: Path | str | None = None) -> "Dataset":
@@ -105,15 +105,15 @@ class Dataset:
             folder = _split_folder(root, split)
             names = _class_names(folder)
             with ThreadPoolExecutor(LISTING_THREADS) as pool:
-                found = dict(zip(names, pool.map(_found, [folder / name for name in names]), strict=True))
-            again = _remove_further_names(folder, found) if any(one.links for one in found.values()) else 0
-        _require_images(folder, found)
-        files = {name: sorted(one.images) for name, one in found.items()}
-        paths = tuple(f"{split}/{name}/{file}" for name, listed in files.items() for file, _ in listed)
-        labels = array("q", chain.from_iterable(repeat(label, len(listed)) for label, listed in enumerate(files.values())))
-        sizes = array("q", (size for listed in files.values() for _, size in listed))
-        skipped = _skipped([one.others for one in found.values()], again)
-        return cls(root, split, tuple(files), paths, labels, sizes, skipped=skipped)
+                by_class = dict(zip(names, pool.map(_class_files, [folder / name for name in names]), strict=True))
+            again = _remove_further_names(folder, by_class) if any(files.links for files in by_class.values()) else 0
+        _require_images(folder, by_class)
+        images = {name: sorted(files.images) for name, files in by_class.items()}
+        paths = tuple(f"{split}/{name}/{file}" for name, listed in images.items() for file, _ in listed)
+        labels = array("q", chain.from_iterable(repeat(label, len(listed)) for label, listed in enumerate(images.values())))
+        sizes = array("q", (size for listed in images.values() for _, size in listed))
+        skipped = _skipped([files.others for files in by_class.values()], again)
+        return cls(root, split, tuple(images), paths, labels, sizes, skipped=skipped)
 
     @classmethod
     def open_shards(cls, root: Path | str, split: str) -> "Dataset":
@@ -439,13 +439,13 @@ def list_images(folder: Path) -> tuple[list[str], str]:
         DataError: a folder cannot be read.
     """
     with _readable(folder):
-        found = {"": _found(folder)}
-        again = _remove_further_names(folder, found) if found[""].links else 0
-    return sorted(name for name, _ in found[""].images), _skipped([found[""].others], again)
+        files = _class_files(folder)
+        again = _remove_further_names(folder, {"": files}) if files.links else 0
+    return sorted(name for name, _ in files.images), _skipped([files.others], again)
 
 
 @dataclass(slots=True)
-class _Found:
+class _ClassFiles:
     """The files of a class."""
 
     images: list[tuple[str, int]]
@@ -456,9 +456,9 @@ class _Found:
     """The number of other files by suffix."""
 
 
-def _found(folder: Path) -> _Found:
+def _class_files(folder: Path) -> _ClassFiles:
     """Lists the folder of a class. Each folder in it is listed once, under a path with few links."""
-    found, visited = _Found([], {}, Counter()), set[tuple[int, int]]()
+    files, visited = _ClassFiles([], {}, Counter()), set[tuple[int, int]]()
     waiting = [(int(folder.is_symlink()), "")]
     while waiting:
         links, inside = heapq.heappop(waiting)
@@ -472,31 +472,31 @@ def _found(folder: Path) -> _Found:
                     continue
                 name, links_of_entry = inside + entry.name, links + entry.is_symlink()
                 if entry.is_symlink() and not os.path.exists(entry.path):
-                    found.others["broken links"] += 1
+                    files.others["broken links"] += 1
                 elif entry.is_dir():
                     heapq.heappush(waiting, (links_of_entry, f"{name}/"))
                 elif not name.lower().endswith(SUFFIXES):
-                    found.others[os.path.splitext(name)[1].lower() or "without suffix"] += 1
+                    files.others[os.path.splitext(name)[1].lower() or "without suffix"] += 1
                 elif not stat.S_ISREG((status := entry.stat()).st_mode):
-                    found.others["that are no files"] += 1
+                    files.others["special files"] += 1
                 else:
-                    found.images.append((name, status.st_size))
+                    files.images.append((name, status.st_size))
                     if links_of_entry or status.st_nlink > 1:
-                        found.links[name] = links_of_entry
-    return found
+                        files.links[name] = links_of_entry
+    return files
 
 
-def _remove_further_names(folder: Path, found: dict[str, _Found]) -> int:
+def _remove_further_names(folder: Path, by_class: dict[str, _ClassFiles]) -> int:
     """Leaves one name of each file, with as few links as possible; returns the number of removed names."""
-    images = [(one.links.get(file, 0), name, file, size) for name, one in found.items() for file, size in one.images]
+    images = [(one.links.get(file, 0), name, file, size) for name, one in by_class.items() for file, size in one.images]
     kept: dict[tuple[int, int], tuple[str, str, int]] = {}
     for _, name, file, size in sorted(images):
         status = os.stat(folder / name / file)
         kept.setdefault((status.st_dev, status.st_ino), (name, file, size))
-    for one in found.values():
+    for one in by_class.values():
         one.images.clear()
     for name, file, size in kept.values():
-        found[name].images.append((file, size))
+        by_class[name].images.append((file, size))
     return len(images) - len(kept)
 
 
@@ -506,11 +506,11 @@ def _skipped(others: Iterable[Counter[str]], again: int) -> str:
     return ", ".join([*parts, *([f"{again:,} further names of the same files (links)"] if again else [])])
 
 
-def _require_images(folder: Path, found: dict[str, _Found]) -> None:
-    empty = [name for name, one in found.items() if not one.images]
+def _require_images(folder: Path, by_class: dict[str, _ClassFiles]) -> None:
+    empty = [name for name, one in by_class.items() if not one.images]
     if empty:
-        others = _skipped([found[name].others for name in empty], 0)
-        links = any(found[name].links for name in empty)
+        others = _skipped([by_class[name].others for name in empty], 0)
+        links = any(by_class[name].links for name in empty)
         raise DataError(
             f"{folder}: {len(empty)} class {'folder' if len(empty) == 1 else 'folders'} without an image "
             f"{'of its own (links lead to those of other classes) ' if links else ''}({', '.join(SUFFIXES)}): "

@@ -33,7 +33,7 @@ WRITES_ITS_OUTPUT = 'while [ "$1" != -o ]; do shift; done; echo library > "$2"'
 
 @pytest.fixture
 def no_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Simulates a CUDA build of torch and hides every nvcc except the fake ones of tests."""
+    """Simulates a CUDA build of torch and a GPU, and hides every nvcc except the fake ones of tests."""
     which = shutil.which
 
     def which_of_test(name: str, path: str | None = None) -> str | None:
@@ -42,6 +42,7 @@ def no_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(shutil, "which", which_of_test)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in ("CUDA_HOME", "CONDA_PREFIX", "SAN_CUDA"):
         monkeypatch.delenv(name, raising=False)
 
@@ -55,18 +56,23 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("choice", "cuda", "word"),
+    ("choice", "cuda", "gpus", "word"),
     [
-        ("1", "13.0", "None"),
-        ("yes", "13.0", "yes"),
-        ("0", "13.0", "SAN_CUDA=0"),
-        ("auto", None, "without CUDA"),
-        ("1", None, "without CUDA"),
+        ("1", "13.0", 0, "None"),
+        ("auto", "13.0", 1, "None"),
+        ("auto", "13.0", 0, "no GPU"),
+        ("yes", "13.0", 1, "yes"),
+        ("0", "13.0", 1, "SAN_CUDA=0"),
+        ("auto", None, 0, "without CUDA"),
+        ("1", None, 0, "without CUDA"),
     ],
 )
-def test_reason_for_missing_cuda_kernels(choice: str, cuda: str | None, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_for_missing_cuda_kernels(
+    choice: str, cuda: str | None, gpus: int, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SAN_CUDA", choice)
     monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert word in str(build.cuda_refusal())
 
 

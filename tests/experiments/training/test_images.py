@@ -99,8 +99,8 @@ def test_notes_name_the_list_in_use_and_what_it_lacks(images: Path, tmp_path: Pa
     assert notes_on_copy("added", add) == ["train: skipped 1 .txt"]
     assert notes_on_copy("listed", check) == ["images listed in ROOT/train.txt"]
     assert notes_on_copy("replaced", replace_one) == [
-        "images listed in ROOT/train.txt; ROOT/train has 1 images that are not listed (new or broken) and not used and no "
-        "longer 1 of the listed images; see `san data check` and `san data split`"
+        "images listed in ROOT/train.txt, but ROOT/train has 1 others (new or broken), which are not used and lacks 1 of them; "
+        "see `san data check` and `san data split`"
     ]
 
 

@@ -63,10 +63,10 @@ def test_scan_skips_other_files(tmp_path: Path) -> None:
         "val/b/4.JPEG": len("outside/4.JPEG"),
         "val/b/deep/5.tiff": len("outside/deep/5.tiff"),
     }
-    assert data.skipped == "1 .db, 1 .txt, 1 that are no files"
+    assert data.skipped == "1 .db, 1 .txt, 1 special files"
     (tmp_path / "val/a/nowhere.jpg").symlink_to(tmp_path / "nothing")
     (tmp_path / "val/a/itself.jpg").symlink_to("itself.jpg")
-    assert Dataset.scan(tmp_path, "val").skipped == "2 broken links, 1 .db, 1 .txt, 1 that are no files"
+    assert Dataset.scan(tmp_path, "val").skipped == "2 broken links, 1 .db, 1 .txt, 1 special files"
 
 
 def test_each_file_counts_once(tmp_path: Path) -> None:
