@@ -188,7 +188,7 @@ def gpu_refusal(capability: tuple[int, int]) -> str | None:
 
 
 def cuda_refusal() -> str | None:
-    """Why the CUDA kernels, which take minutes to compile, are not built, or None: SAN_CUDA (`auto`, `0` or `1`), a CPU build of
+    """Why the CUDA kernels are not built, which takes minutes, or None: SAN_CUDA (`auto`, `0` or `1`), a CPU build of
     torch or, with `auto`, no GPU."""
     choice = os.environ.get("SAN_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
