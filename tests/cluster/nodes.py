@@ -38,22 +38,21 @@ HEALTH_CHECKS = {
 class Network:
     """Linux network namespaces connected by a bridge, so that each node has its own address."""
 
-    BRIDGE = "santest"
-    HOST = "10.213.77.254"
-
     def __init__(self) -> None:
         self.names: list[str] = []
-        _ip("link", "add", "name", self.BRIDGE, "type", "bridge")
-        _ip("addr", "add", f"{self.HOST}/24", "dev", self.BRIDGE)
-        _ip("link", "set", self.BRIDGE, "up")
+        number = _add_bridge("santest")
+        self.bridge, self._subnet = f"santest{number}", f"10.213.{number}"
+        self.host = f"{self._subnet}.254"
+        _ip("addr", "add", f"{self.host}/24", "dev", self.bridge)
+        _ip("link", "set", self.bridge, "up")
 
     def add(self) -> tuple[str, str]:
         """Adds a namespace; returns its name and address."""
-        name, address = f"{self.BRIDGE}{len(self.names)}", f"10.213.77.{len(self.names) + 1}"
+        name, address = f"{self.bridge}n{len(self.names)}", f"{self._subnet}.{len(self.names) + 1}"
         _ip("netns", "add", name)
         self.names.append(name)
         _ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
-        _ip("link", "set", name, "master", self.BRIDGE, "up")
+        _ip("link", "set", name, "master", self.bridge, "up")
         _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _ip("-n", name, "link", "set", device, "up")
@@ -74,7 +73,19 @@ class Network:
         for name in self.names:
             _ip("link", "del", name)  # otherwise it lives until the last process in the namespace ends
             _ip("netns", "del", name)
-        _ip("link", "del", self.BRIDGE)
+        _ip("link", "del", self.bridge)
+
+
+def _add_bridge(name: str) -> int:
+    """Returns the number after its name. Tests that run at the same time use others, and tests that were killed left theirs."""
+    for number in range(256):
+        try:
+            _ip("link", "add", "name", f"{name}{number}", "type", "bridge")
+            return number
+        except subprocess.CalledProcessError as error:
+            if "File exists" not in error.stderr:
+                raise
+    raise OSError(f"256 bridges {name}* exist; delete those that no test uses with: ip link del {name}0")
 
 
 def _enter(namespace: TextIO) -> None:
@@ -96,8 +107,8 @@ class Nodes:
         """Nodes by the name of their namespace."""
         head: dict[str, object] = {"num_cpus": head_cpus, "include_dashboard": False, "_system_config": HEALTH_CHECKS}
         if network is not None:
-            head["node_ip_address"] = network.HOST
-        with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": network.BRIDGE} if network else {}):
+            head["node_ip_address"] = network.host
+        with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": network.bridge} if network else {}):
             self.cluster = start_ray(lambda: Cluster(initialize_head=True, head_node_args=head))
         self.address: str = self.cluster.address
 
