@@ -5,6 +5,7 @@
 
 import textwrap
 import traceback
+from bdb import BdbQuit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -58,6 +59,9 @@ def sweep(
     """Calls `function(value, report)` for every value in this thread, and returns how each call ended.
 
     As `cluster.sweep.sweep`, except that there is one worker, and that no trial is retried: the same process would fail again.
+
+    Raises:
+        KeyboardInterrupt: `is_interrupted`, or the user has left a debugger.
     """
     outcomes: dict[str, Outcome] = {}
     errors_of_observer: list[Exception] = []
@@ -76,6 +80,8 @@ def sweep(
         try:
             function(value, report)
             outcomes[key] = Outcome(key)
+        except BdbQuit:
+            raise KeyboardInterrupt from None
         except Exception as error:
             if error in errors_of_observer:
                 raise

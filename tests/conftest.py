@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import psutil
@@ -28,8 +29,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Ray gives its workers a low priority, so that beside other tests they would hardly run.
 os.environ["RAY_worker_niceness"] = "0"
 
-# No test fails because the machine is busy. HYPOTHESIS_EXAMPLES=100 makes the tests as thorough as Hypothesis does by default.
-settings.register_profile("patient", deadline=None, max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "40")))
+# No test fails because the machine is busy, and every run has the same examples. HYPOTHESIS_EXAMPLES=1000 draws new ones.
+examples = os.environ.get("HYPOTHESIS_EXAMPLES")
+settings.register_profile("patient", deadline=None, derandomize=examples is None, max_examples=int(examples or 40))
 settings.load_profile("patient")
 
 SECONDS_FOR_STACKS = 30.0
@@ -69,7 +71,7 @@ def imports_are_kept() -> None:
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Settings) -> None:
     """Before `pytest-timeout` ends a hanging test and prints the stacks of this process, prints those of the processes that the
-    test has started."""
+    test has started, and kills them."""
     timer = threading.Timer(settings.timeout - SECONDS_FOR_STACKS, _print_stacks, [item])
     timer.daemon = True
     timer.start()
@@ -90,6 +92,8 @@ def _print_stacks(item: pytest.Item) -> None:
         spy = [os.path.join(os.path.dirname(sys.executable), "py-spy"), "dump", "--pid", str(process.pid)]
         dump = subprocess.run(spy, capture_output=True, text=True)
         text += dump.stdout or f"Process {process.pid}: no stack: {dump.stderr.strip()}\n"
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     capture = item.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print(text, file=sys.stderr, flush=True)

@@ -223,16 +223,16 @@ def evaluate_checkpoint(
     ended: Callable[[], None] = lambda: None,
     batch: int | None = None,
 ) -> Evaluation:
-    """Measures exact accuracy and loss over all images, on a GPU if there is one. `batch` is the recipe's by default, and
+    """Measures exact accuracy and loss over all images, on a GPU if there is one. `batch` is that of validation by default, and
     `ended` is called after each batch.
 
     With the images, transform and batch size of its trial, and on the same hardware, the results equal those of the trial's
-    validation.
+    validation if it had one worker.
 
     Raises:
         DataError: an image cannot be used.
     """
-    loader = evaluation_loader(opened, images, transform, batch or opened.config.recipe.batch_size)
+    loader = evaluation_loader(opened, images, transform, batch or opened.config.recipe.images_at_once())
     loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), loader, ended)
     return Evaluation(
         checkpoint=str(opened.path),

@@ -75,7 +75,7 @@ def measured(
     opened.model.eval().requires_grad_(False)
     recipe, resources = opened.config.recipe, opened.config.resources
     # What one worker trained on at once fits, with gradients, on the same hardware.
-    batch = max(min(recipe.batch_size // (resources.workers * recipe.grad_accum_steps), len(images)), 1)
+    batch = max(min(recipe.images_at_once(resources.workers), len(images)), 1)
     for condition in conditions:
         with explain_oom(opened.config, available_device()), shown(condition.name, len(images), batch) as ended:
             numbers = condition.measure(opened, images, batch, ended)

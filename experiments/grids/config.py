@@ -285,6 +285,10 @@ class RecipeConfig(Strict):
         """Learning rate at `batch_size` images a step (linear scaling: Goyal et al. 2017, arXiv 1706.02677)."""
         return self.lr if self.lr_batch_size is None else self.lr * (self.batch_size / self.lr_batch_size)
 
+    def images_at_once(self, workers: int = 1) -> int:
+        """Images of a batch that are computed at the same time by one of so many workers. Validation computes as many."""
+        return -(-self.batch_size // (workers * self.grad_accum_steps))
+
     @property
     def scaling(self) -> str | None:
         """Describes the scaled learning rate, or None if it is not scaled."""

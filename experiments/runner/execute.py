@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -54,6 +55,8 @@ def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
         UserError, ClusterError: the grid cannot run here; nothing was written.
         KeyboardInterrupt: the user stopped the run; the next call resumes.
     """
+    if grid_run.request.serial:
+        _require_one_process(grid_run, address)
     results = known_results(grid_run)
     missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
     done = sum(is_finished(results, trial) for trial in grid_run.wanted)
@@ -87,13 +90,16 @@ def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
     return results
 
 
+def _require_one_process(grid_run: GridRun, address: str | None) -> None:
+    if (workers := grid_run.placement.workers) > 1:
+        raise UserError(f"--serial trains in one process, but resources.workers={workers}; add resources.workers=1")
+    if address is not None:
+        raise UserError(f"--serial and --address {address}: give only one of them, because --serial trains in this process")
+
+
 def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains trials that no other process is training. Returns the keys of the trials that did not fail."""
-    start, store, workers = time.monotonic(), grid_run.workspace.store, grid_run.placement.workers
-    if grid_run.request.serial and workers > 1:
-        raise UserError(f"--serial trains in one process, but resources.workers={workers}; add resources.workers=1")
-    if grid_run.request.serial and address is not None:
-        raise UserError(f"--serial and --address {address}: give only one of them, because --serial trains in this process")
+    start, store = time.monotonic(), grid_run.workspace.store
     with _on_cluster(grid_run, missing, address) as (resources, restart):
         if restart.local:  # Fail before any trial starts if none can run.
             training_device(grid_run.trials[0].config)
@@ -123,7 +129,9 @@ def _train_claimed(
 ) -> dict[str, Outcome]:
     """Trains trials and shows their progress. On Ctrl-C, the trials save their work first."""
     epochs = {key: trial.config.recipe.epochs for key, trial in trials.items()}
-    progress = Progress({key: trial.name for key, trial in trials.items()}, epochs, sys.stderr, start=start)
+    serial = grid_run.request.serial
+    # A bar that is redrawn would write over a debugger's prompt.
+    progress = Progress({key: trial.name for key, trial in trials.items()}, epochs, sys.stderr, start=start, live=not serial)
     restart.has_advanced = progress.has_advanced
     # Without retries, because training continues while a bucket is unreachable.
     stop = StopRequest(grid_run.workspace.store.with_outage_timeout(0), grid_run.full_name)
@@ -141,7 +149,12 @@ def _train_claimed(
         ):
             restart.is_interrupted = is_interrupted
             train_one = functools.partial(
-                run_trial, grid_run.workspace, should_continue=should_continue, should_stop=stop, grid_claim=claim
+                run_trial,
+                grid_run.workspace,
+                should_continue=should_continue,
+                should_stop=stop,
+                grid_claim=claim,
+                may_stand_still=serial,  # at a breakpoint
             )
             return sweep(
                 train_one,
@@ -179,7 +192,8 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
 
         prepare(grid_run)
         grid_run.tracker.begin()
-        progress, errors = MeasureProgress(tasks, keep, sys.stderr), (UserError, DataError, CheckpointError)
+        progress = MeasureProgress(tasks, keep, sys.stderr, live=not grid_run.request.serial)
+        errors = UserError, DataError, CheckpointError
         restart.has_advanced = progress.has_advanced
         try:
             with _sweep(grid_run, placement) as sweep:
@@ -197,6 +211,8 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
 def _on_cluster(grid_run: GridRun, trials: Mapping[str, Trial], address: str | None) -> Iterator[tuple[Resources, Restart]]:
     """Starts Ray on this machine, or joins a cluster. With `--serial`, this process is all there is."""
     if grid_run.request.serial:
+        if grid_run.placement.gpus == 0:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as Ray does
         yield this_machine(), Restart(grid_run, trials.values(), local=True)
         return
     from cluster.session import alone, is_local, session  # imports Ray

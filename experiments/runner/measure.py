@@ -70,12 +70,16 @@ def measure_trial(task: MeasureTask, report: ReportFn) -> None:
 
 
 class MeasureProgress:
-    """Observes a sweep of `measure_trial`; `keep` gets the metrics of a trial as they arrive."""
+    """Observes a sweep of `measure_trial`; `keep` gets the metrics of a trial as they arrive. `live` as in `Display`."""
 
     def __init__(
-        self, tasks: Mapping[str, MeasureTask], keep: Callable[[MeasureTask, dict[str, float]], None], out: TextIO
+        self,
+        tasks: Mapping[str, MeasureTask],
+        keep: Callable[[MeasureTask, dict[str, float]], None],
+        out: TextIO,
+        live: bool = True,
     ) -> None:
-        self.tasks, self.keep, self.display, self.start = tasks, keep, Display(out), time.monotonic()
+        self.tasks, self.keep, self.display, self.start = tasks, keep, Display(out, live), time.monotonic()
         self.left = {(key, condition.name) for key, task in tasks.items() for condition in task.conditions}
         self.total = len(self.left)
         self.running: dict[str, tuple[str, str]] = {}

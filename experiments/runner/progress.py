@@ -22,10 +22,10 @@ NARROWEST = 50
 
 
 class Display:
-    """Messages, and on a terminal a bar and rows of text below them that are redrawn in place."""
+    """Messages, and on a terminal, unless `live` is False, a bar and rows of text below them that are redrawn in place."""
 
-    def __init__(self, out: TextIO) -> None:
-        self.out, self.live = out, self._live(out)
+    def __init__(self, out: TextIO, live: bool = True) -> None:
+        self.out, self.live = out, self._live(out) if live else None
 
     @staticmethod
     def _live(out: TextIO) -> Any:
@@ -169,7 +169,7 @@ class _TrialProgress:
 
 class Progress:
     """Observes a sweep over trials. `names` and `epochs` give each key's name and length, `start` the time from which seconds
-    are counted, by default now."""
+    are counted, by default now. `live` as in `Display`."""
 
     def __init__(
         self,
@@ -178,8 +178,9 @@ class Progress:
         out: TextIO,
         clock: Callable[[], float] = time.monotonic,
         start: float | None = None,
+        live: bool = True,
     ) -> None:
-        self.clock, self.start, self.display = clock, clock() if start is None else start, Display(out)
+        self.clock, self.start, self.display = clock, clock() if start is None else start, Display(out, live)
         self.trials = {key: _TrialProgress(name, epochs[key], self.start) for key, name in names.items()}
         self.ended = 0
 

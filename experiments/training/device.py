@@ -111,7 +111,7 @@ def _out_of_memory(config: TrialConfig, device: torch.device) -> str:
     recipe, workers = config.recipe, config.resources.workers
     gib = 2**30
     peak, total = torch.cuda.max_memory_allocated(device) / gib, torch.cuda.get_device_properties(device).total_memory / gib
-    at_once = -(-recipe.batch_size // (workers * recipe.grad_accum_steps))
+    at_once = recipe.images_at_once(workers)
     remedies = []
     if at_once > 1:
         halved = f"processes {-(-at_once // 2)} images at a time, also for BatchNorm"

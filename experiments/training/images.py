@@ -244,7 +244,7 @@ def _loader(
         transform(config.data),
         train=train,
         # Larger batches than in training may not fit into the GPU, not even without gradients.
-        batch_size=config.recipe.batch_size if train else -(-config.recipe.batch_size // config.recipe.grad_accum_steps),
+        batch_size=config.recipe.batch_size if train else config.recipe.images_at_once(),
         rank=rank,
         world_size=world,
         seed=seed,

@@ -58,12 +58,14 @@ def run_trial(
     should_continue: ShouldContinue | None = None,
     should_stop: ShouldStop | None = None,
     grid_claim: Claim | None = None,
+    may_stand_still: bool = False,
 ) -> nn.Module:
     """Trains one trial, or the rest of it. The results are in MLflow, the weights in the checkpoints.
 
     Every worker of the trial calls this function and returns the same model, the one that was validated. `report` is called on
     all workers after the same steps; `ProgressReporter` documents the values. After each epoch but the last, the first worker
-    calls `should_continue`. Every few seconds, it calls `should_stop`, after which the trial saves its work and returns.
+    calls `should_continue`. Every few seconds, it calls `should_stop`, after which the trial saves its work and returns. With
+    `may_stand_still`, `checkpointing.hang_timeout_minutes` has no effect.
 
     Raises:
         ClaimedError: another process has taken over the trial, or its grid.
@@ -80,7 +82,7 @@ def run_trial(
     store = workspace.store.with_outage_timeout(_outage_timeout(config))
     with (
         trial_log(workspace, trial, rank) as log,
-        Watchdog(config.checkpointing.hang_timeout, log) as watchdog,
+        Watchdog(math.inf if may_stand_still else config.checkpointing.hang_timeout, log) as watchdog,
         numerics(config.engine, device),
         explain_oom(config, device),
     ):
@@ -115,7 +117,7 @@ def _prepare(
     complexity, tags = san.complexity(model, config.data.size), compute_tags(config.engine, device)
     if config.recipe.scaling is not None and rank == 0:
         _log.info(config.recipe.scaling)
-    micro_batch = -(-config.recipe.batch_size // (world * config.recipe.grad_accum_steps))
+    micro_batch = config.recipe.images_at_once(world)
     augment = None if config.recipe.augment == "none" else Augmentation(config.recipe.augment, train.transform, device)
     is_balanced = config.recipe.class_weights == "balanced"
     weight_C = balancing_weights(train.dataset.labels, len(train.dataset.classes)) if is_balanced else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import time
 from types import TracebackType
 from typing import TextIO
 
 
 class Watchdog:
-    """Inside the block, ends the process with exit code 1 if `step_ended` is not called for `seconds`.
+    """Inside the block, ends the process with exit code 1 if `step_ended` is not called for `seconds`, which may be infinite.
 
     `faulthandler` writes the stacks of all threads to `log` first. Its timer also works while C code holds Python's lock.
     """
@@ -31,4 +32,5 @@ class Watchdog:
 
     def _arm(self) -> None:
         self._armed_at = time.monotonic()
-        faulthandler.dump_traceback_later(self.seconds, exit=True, file=self.log)
+        if self.seconds < math.inf:
+            faulthandler.dump_traceback_later(self.seconds, exit=True, file=self.log)

@@ -1,5 +1,7 @@
 """The sweep without Ray. The tests of `experiments` run whole grids with it."""
 
+from bdb import BdbQuit
+
 import pytest
 
 from cluster import ClusterError
@@ -31,6 +33,13 @@ def test_no_trial_starts_after_an_interruption() -> None:
     def until_interrupted(value: str, report: ReportFn) -> None:
         interrupted.append(value)
 
+    def until_debugger_is_left(value: str, report: ReportFn) -> None:
+        interrupted.append(value)
+        raise BdbQuit
+
+    with pytest.raises(KeyboardInterrupt):
+        sweep(until_debugger_is_left, {"first": "a", "never": "b"}, observer=memory)
+    assert interrupted.pop() == "a" and interrupted == memory.outcomes == []
     with pytest.raises(KeyboardInterrupt):
         sweep(until_interrupted, {"first": "a", "never": "b"}, observer=memory, is_interrupted=lambda: bool(interrupted))
     assert interrupted == ["a"] and [outcome.error for outcome in memory.outcomes] == [None]

@@ -18,7 +18,8 @@ from experiments.cli.run import run
 from experiments.grids.grid import Trial
 from experiments.grids.request import GridRequest
 from experiments.runner import execute
-from experiments.runner.grid_run import GridRun, open_grid_run
+from experiments.runner.grid_run import GridRun, known_results, open_grid_run
+from experiments.runner.plan import missing_measurements
 from experiments.runs.workspace import Workspace
 from experiments.training import trainer
 from experiments.training.reporter import ReportFn
@@ -33,13 +34,13 @@ Start = Callable[..., Driver]
 
 @pytest.fixture
 def start(tmp_path: Path, empty_database: Path) -> Iterator[Start]:
-    """Starts `san run` on the small grid in a process."""
+    """Starts `san run` in a process."""
     (tmp_path / "runs").mkdir()
     shutil.copy(empty_database, tmp_path / "runs" / "mlflow.db")  # creating one takes seconds
     with ExitStack() as drivers:
 
-        def start_it(*options: str) -> Driver:
-            return drivers.enter_context(Driver(SMALL_GRID, tmp_path / "runs", options, {MARK: str(tmp_path)}))
+        def start_it(*options: str, grid: Path = SMALL_GRID) -> Driver:
+            return drivers.enter_context(Driver(grid, tmp_path / "runs", options, {MARK: str(tmp_path)}))
 
         yield start_it
 
@@ -87,6 +88,27 @@ def test_real_processes_end_and_the_grid_resumes(is_killed: bool, start: Start, 
     last = start(*options)
     assert last.finish() == 0, last.said
     assert_complete(open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs")), 3)
+
+
+@pytest.mark.slow
+def test_ray_stops_trials_early_and_measures_the_others(start: Start, write_grid: WriteGrid, tmp_path: Path) -> None:
+    """The trials that do not learn start when the scores of those that do are known."""
+    grid = write_grid("""
+        question: Which learning rate?
+        robustness: rotation
+        base: {model: {name: resnet26}, recipe: {epochs: 3, batch_size: 20}, data: {train_per_class: 24, val_per_class: 9}}
+        product: {recipe.lr: [0.1, 1e-9]}
+        seeds: [0, 1]
+        early_stopping: {grace_epochs: 2, reduction: 2}
+    """)
+    for options in (("--only", "lr0.1"), ()):
+        driver = start(*options, grid=grid)
+        assert driver.finish() == 0, driver.said
+    grid_run = open_grid_run(GridRequest(grid, "digits", (), tmp_path / "runs"))
+    results = known_results(grid_run)
+    stopped_at = {trial.name: results[trial.key].stopped_at for trial in grid_run.wanted}
+    assert stopped_at["lr1e-9"] == stopped_at["lr1e-9-seed1"] == 2
+    assert None in stopped_at.values() and missing_measurements(grid_run, results) == {}
 
 
 def test_interrupted_grid_saves_its_work_and_resumes(

@@ -16,8 +16,9 @@ from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import validated_weights
 from experiments.training.resolve import resolve_checkpoint
+from experiments.training.trainer import run_trial
 from san.models import pretrained
-from tests.experiments.conftest import HELD_OUT, SMALL_GRID, Printed, Rejected, San, Trained
+from tests.experiments.conftest import HELD_OUT, SMALL_GRID, OpenGrid, Printed, Rejected, San, Trained
 from tests.experiments.samples import flip_a_bit, of_step, opened_checkpoints
 
 DIGITS = PROJECT_DIR / "data" / "digits"
@@ -41,6 +42,14 @@ def test_checkpoint_gives_the_accuracy_of_its_validation(trained: Trained) -> No
         assert measured(found) == (validated.top1, validated.top5, validated.val_loss, 120), epoch
         assert (found.model, found.epoch, found.split, found.classes) == ("san10_pairwise", epoch, "train", 10)
         assert found.own_images, epoch
+
+
+def test_batches_have_the_size_of_validation(open_small_grid: OpenGrid, process_group: None) -> None:
+    grid_run = open_small_grid("recipe.epochs=1", "data.train_per_class=7", *HELD_OUT, "recipe.grad_accum_steps=3")
+    (trial, *_), workspace = grid_run.trials, grid_run.workspace
+    run_trial(workspace, trial, lambda metrics: None)
+    file = workspace.checkpoints(trial) / "epoch-0001-step-0000000.pt"
+    assert evaluated(file).loss == Checkpoint.read(file).history[-1].val_loss
 
 
 def test_every_name_of_a_trial_gives_its_best_epoch(trained: Trained, run_san: San, printed: Printed) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from cluster import Outcome
 from experiments.runner import progress as progress_module
-from experiments.runner.progress import Progress, counting
+from experiments.runner.progress import Progress, counting, duration
 
 NAMES = {"a": "pairwise_3", "b": "resnet26_3"}
 EPOCHS = {"a": 4, "b": 4}
@@ -258,3 +258,8 @@ def test_interrupted_trial_says_where_it_has_saved_and_where_it_resumes() -> Non
         "pairwise_3 starts",
         "pairwise_3 resumes at epoch 2/4, step 21/100",
     ]
+
+
+def test_durations_have_two_units() -> None:
+    wanted = {0: "0 s", 59.6: "1 min 0 s", 160: "2 min 40 s", 3600: "1 h 0 min", 12_059: "3 h 20 min", 360_000: "4 days"}
+    assert {seconds: duration(seconds) for seconds in wanted} == wanted

@@ -1,5 +1,6 @@
 """The watchdog ends a worker without progress."""
 
+import math
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -43,3 +44,7 @@ def test_every_step_starts_the_time_again(monkeypatch: pytest.MonkeyPatch) -> No
     timer.dump_traceback_later.assert_called_with(60, exit=True, file=sys.stderr)
     timer.cancel_dump_traceback_later.assert_called_once()
     assert starts == [1, 1, 2, 3]
+    timer.reset_mock()
+    with Watchdog(math.inf, sys.stderr) as watched:
+        watched.step_ended()
+    timer.dump_traceback_later.assert_not_called()
