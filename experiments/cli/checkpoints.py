@@ -7,7 +7,8 @@ import json
 import os
 import re
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -133,7 +134,9 @@ def evaluate(
     help="File with one path per line; - for stdin.",
 )
 @click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="Number of classes per image.")
-@click.option("--csv", "table", type=FilePath(), metavar="FILE.csv", help="Write a table to this file instead of lines.")
+@click.option(
+    "--csv", "table", type=FilePath(), metavar="FILE.csv", help="Write a table instead of lines to this file; - for stdout."
+)
 @IMAGE_PROFILE
 @RUNS
 @IMPORT_NOW
@@ -151,7 +154,8 @@ def predict(
     """Classify images: the most probable classes.
 
     CHECKPOINT is anything that `san evaluate` accepts. A FOLDER means all images in it and its subfolders. Overrides such as
-    data.size=256 follow the images. The exit code is 1 if an image cannot be used; the table and the lines say why.
+    data.size=256 follow the images. The exit code is 1 if an image cannot be used; the table and the lines say why. Until
+    the table is complete, it is called FILE.csv.part.
 
     \b
     Example: san predict san10_patchwise_cifar10 photos --csv photos.csv
@@ -162,6 +166,9 @@ def predict(
     from experiments.runner.progress import counting
     from experiments.training.resolve import resolve_checkpoint
 
+    is_printed = as_json or table == Path("-")
+    if as_json and table == Path("-"):
+        raise UserError("--json and --csv - both print the results; give only one of them")
     names = [word for word in images if "=" not in word or os.path.exists(word)]
     if not names and listed_in is None:
         raise UserError("no images given; give files or folders, or a file with one path per line with --list")
@@ -178,11 +185,7 @@ def predict(
         count = stack.enter_context(counting("", batches, "batches"))
         predictions = predictions_of(opened, paths, top, count)
         if table is not None:
-            try:
-                file = stack.enter_context(open(table, "w", newline="", encoding="utf-8", errors="surrogateescape"))
-            except OSError as error:
-                raise UserError(f"--csv {table}: cannot write this file ({error.strerror}); choose another one") from None
-            predictions = write_csv(predictions, top, file)
+            predictions = write_csv(predictions, top, stack.enter_context(_table(table)))
         for one in predictions:
             failed += bool(one.error)
             if as_json:
@@ -193,8 +196,30 @@ def predict(
                 click.echo(printable(f"{one.image}: {text}"))
     if table is not None:
         unusable = f", of which {failed} cannot be used" if failed else ""
-        click.echo(f"{table}: {len(paths)} images{unusable}", err=as_json)
+        click.echo(f"{table}: {len(paths)} images{unusable}", err=is_printed)
     sys.exit(1 if failed else 0)
+
+
+@contextmanager
+def _table(path: Path) -> Iterator[TextIO]:
+    """A file to write. It replaces `path` when it is complete; an interruption leaves `path`.part."""
+    if path == Path("-"):
+        sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        yield sys.stdout
+        return
+    part = path if path.exists() and not path.is_file() else path.with_name(f"{path.name}.part")  # devices are not replaced
+    try:
+        file = open(part, "w", encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise UserError(f"--csv {path}: cannot write this file ({error.strerror}); choose another one") from None
+    try:
+        with file:
+            yield file
+        if part != path:
+            part.replace(path)
+    except BaseException:
+        click.echo(f"{part} has the images until here", err=True)
+        raise
 
 
 @click.command()

@@ -13,6 +13,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,7 +105,8 @@ def run(request: GridRequest, address: str | None) -> None:
     from experiments.cli.run import run as run_grid
     from experiments.runner.grid_run import open_grid_run
 
-    sys.exit(0 if run_grid(open_grid_run(request), address) else 1)
+    with _resumable("run"):
+        sys.exit(0 if run_grid(open_grid_run(request), address) else 1)
 
 
 @cli.command()
@@ -247,7 +250,17 @@ def study(
 
     folder = PROJECT_DIR / "docs" / "results" / Path(profile).stem
     page, kept = page or folder / "study.md", kept or folder / "trials.csv"
-    sys.exit(0 if run_study(profile, seeds, runs, address, page, kept, train, take_over, serial) else 1)
+    with _resumable("study"):
+        sys.exit(0 if run_study(profile, seeds, runs, address, page, kept, train, take_over, serial) else 1)
+
+
+@contextmanager
+def _resumable(command: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(f"what was trained is kept, and the same `san {command}` continues it", err=True)
+        raise
 
 
 _CLUSTER_RUNS = click.option(
@@ -304,7 +317,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; what was trained is kept, and the same `san run` continues it", err=True)
+        click.echo("interrupted", err=True)
         sys.exit(1)
     except ModuleNotFoundError:  # explained by `experiments.__main__`
         raise

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +111,9 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
         dataset.require_several_classes()
         if not dataset.packed:
             require_writable(list_path(lists or root, dataset.split))
+    for one, other in combinations([dataset for dataset in datasets if not dataset.packed], 2):
+        if one.has_links or other.has_links:
+            one.require_disjoint(other)
     try:
         results = [_checked(dataset, lists or root, workers) for dataset in datasets]
     except KeyboardInterrupt:

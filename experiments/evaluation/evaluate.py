@@ -20,6 +20,7 @@ from experiments.training.device import available_device, prepare_cpu
 from experiments.training.images import open_split
 from experiments.training.metrics import evaluate
 from pipelines import Dataset, Loader, Transform
+from pipelines.errors import join_names
 from pipelines.loader import decoding_threads
 from san.models import checkpoint, pretrained, released
 from san.models.base import BaseModel
@@ -205,14 +206,13 @@ def open_images(opened: LoadedModel, split: str | None = None) -> Dataset:
             "use data.root=..., --split or --profile to select images of the model's classes"
         )
     if opened.classes is not None and images.classes != opened.classes:
-        theirs, ours = next(pair for pair in zip(images.classes, opened.classes, strict=True) if pair[0] != pair[1])
-        if normalize("NFC", theirs) == normalize("NFC", ours):
+        ours, theirs = (set(a) - set(b) for a, b in ((opened.classes, images.classes), (images.classes, opened.classes)))
+        if same := {normalize("NFC", name) for name in ours} & {normalize("NFC", name) for name in theirs}:
             raise UserError(
-                f"{opened.path}: trained on a class {ours!r} that is spelled with other Unicode characters in {where}"
+                f"{opened.path}: trained on {join_names(same)}, which is spelled with other Unicode characters in {where}"
             )
-        raise UserError(
-            f"{opened.path}: trained on different classes from those in {where}: for example {ours!r} instead of {theirs!r}"
-        )
+        differs = f"has {join_names(theirs)} instead of {join_names(ours)}" if ours else "has them in another order"
+        raise UserError(f"{opened.path}: trained on other classes: {where} {differs}")
     return images
 
 

@@ -39,7 +39,7 @@ class Prediction:
 
 def find_images(names: Sequence[str], listed_in: TextIO | None = None) -> tuple[list[str], str]:
     """The paths of images: files as they are given, then those in a list with one path per line, and for each folder the images
-    in it and its subfolders, sorted. Also says what was skipped there.
+    in it and its subfolders, sorted. `~` is the home folder. Also says what was skipped in folders.
 
     Raises:
         UserError: no images are found.
@@ -48,11 +48,14 @@ def find_images(names: Sequence[str], listed_in: TextIO | None = None) -> tuple[
     found: list[str] = []
     skipped = []
     for name in (*names, *(line.rstrip("\r\n") for line in listed_in or () if line.strip())):
-        if not Path(name).is_dir():
-            found.append(name)
+        if "\0" in name:
+            raise UserError("the list has paths between null bytes; give one path per line")
+        path = name if os.path.lexists(name) else os.path.expanduser(name)
+        if not os.path.isdir(path):
+            found.append(path)
             continue
-        images, others = list_images(Path(name))
-        found += [str(Path(name, image)) for image in images]
+        images, others = list_images(Path(path))
+        found += [os.path.join(path, image) for image in images]
         skipped += [f"{name}: skipped {others}"] if others else []
     if not found:
         raise UserError(f"no images in {', '.join(names) or 'the list'}{''.join(f'; {text}' for text in skipped)}")
@@ -111,7 +114,7 @@ def _next_broken(images: Dataset, indices: Sequence[int]) -> dict[int, str]:
 
 def write_csv(predictions: Iterable[Prediction], top: int, file: TextIO) -> Iterator[Prediction]:
     """Passes predictions on, and writes each as a row: image, class_1, probability_1, ..., error."""
-    writer = csv.writer(file)
+    writer = csv.writer(file, lineterminator="\n")
     ranks = range(1, top + 1)
     writer.writerow(["image", *(f"{what}_{rank}" for rank in ranks for what in ("class", "probability")), "error"])
     for one in predictions:

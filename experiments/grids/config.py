@@ -272,7 +272,7 @@ class RecipeConfig(Strict):
     """Computes BatchNorm statistics over the images of all workers. GPUs only."""
     init: str | None = None
     """Initial weights, for fine-tuning or to train on: any checkpoint that `san evaluate` accepts, such as a file, the key of a
-    trial (its best epoch), or the name of a network with weights. If the number of classes differs, the classifier is new.
+    trial (its best epoch), or the name of a network with weights. If the classes differ, the classifier is new.
     Relative paths are resolved as for `data.root`. A trial's key contains a digest of the weights. Null: random weights."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that keep the weights and BatchNorm statistics of `init`, for example `[stem, stage1]`."""
@@ -448,6 +448,8 @@ def _words(item: Any) -> str:
     """Pydantic's message, and the value as in YAML."""
     if item["type"] == "missing":
         return "missing; this key is required"
+    if item["type"] == "string_type" and isinstance(item["input"], bool | int | float):
+        return f"should be text, not {json.dumps(item['input'])}; put it in quotes"
     message = item["msg"].removeprefix("Input ").replace("valid tuple", "list").replace("Tuple", "List")
     message = message.partition(" after validation")[0]
     return f"{message[0].lower()}{message[1:]}, not {json.dumps(item['input'], default=str)}"

@@ -49,9 +49,9 @@ LONGEST_ID = 120
 class Row(Layer):
     """One row of the results table: an id and its changes."""
 
-    id: str = Field(pattern=r"^[A-Za-z0-9_.-]+$", max_length=LONGEST_ID)
-    """Name of the row: letters, digits, `_`, `.` and `-`. Files are named after it. A longer name from a product ends with a
-    digest."""
+    id: str = Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=LONGEST_ID)
+    """Name of the row: letters, digits, `_`, `.` and `-`, not only dots. Files are named after it. A longer name from a product
+    ends with a digest."""
     seeds: Seeds | None = None
     """Seeds of this row. Null: those of the grid."""
 

@@ -133,9 +133,9 @@ def _initialized(request: GridRequest, row: str, config: TrialConfig, digests: M
     """What `recipe.init` does to a row's model, in words. Raises UserError if the file does not fit."""
     init = config.recipe.init
     assert init is not None
-    model = config.model.spec().build(len(open_data(config.data)[0].classes))
+    classes = open_data(config.data)[0].classes
     try:
-        return initialize(model, init, digests[init], request.runs)
+        return initialize(config.model.spec().build(len(classes)), init, digests[init], request.runs, classes)
     except UserError as error:
         raise UserError(f"{request.grid}: row {row}: {error}") from None
 

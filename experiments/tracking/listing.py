@@ -97,7 +97,8 @@ def _differences(runs: Iterable[Run]) -> dict[str, str]:
         names = {name for run in group for name in run.data.params} - {"recipe.lr_used"}  # it follows from other settings
         differ = [name for name in sorted(names) if len({run.data.params.get(name) for run in group}) > 1]
         for run in group:
-            found[run.info.run_id] = " ".join(f"{name}={run.data.params.get(name)}" for name in differ)
+            values = ((name, run.data.params.get(name, "None")) for name in differ)
+            found[run.info.run_id] = " ".join(f"{name}={'null' if value == 'None' else value}" for name, value in values)
     return found
 
 

@@ -19,7 +19,6 @@ from pipelines import CIFAR, DataError, Dataset, Loader, prepare_digits
 from pipelines.datasets.dataset import image_names
 from pipelines.datasets.manifest import list_path
 from pipelines.datasets.shards import index_path
-from pipelines.errors import join_names
 from pipelines.loader import decoding_threads
 
 CPU = torch.device("cpu")
@@ -44,7 +43,7 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
     val = train if held_out is not None else _open_split(config.source, root, lists, of_val)
     train.require_several_classes()
     train.require_same_classes(val)
-    if names:
+    if names or (train.split != val.split and (train.has_links or val.has_links)):
         train.require_disjoint(val)
     try:
         key = "data.val_split_per_class"
@@ -133,20 +132,14 @@ def _open_split(source: str, root: Path, lists: Path | None, name: str) -> Datas
 
 
 def notes_on(config: DataConfig) -> list[str]:
-    """Notes on a folder of images, for people: the lists in use and what has changed since, skipped files, and links that make
-    the training and validation images the same."""
+    """Notes on a folder of images, for people: the lists in use and what has changed since, and skipped files."""
     if config.source != "folder":
         return []
     train, val = open_data(config)
     splits = [_open_split(config.source, *_folders(config), name) for name in dict.fromkeys((train.split, val.split))]
     notes = [f"{one.split}: skipped {one.skipped}" for one in splits if one.skipped]
-    folders = dict.fromkeys(one.folder for one in splits)
-    for folder in folders:
+    for folder in dict.fromkeys(one.folder for one in splits):
         notes += _on_lists([one for one in splits if one.folder == folder and one.listed_in is not None])
-    if len(folders) == 2:
-        one, other = folders
-        same = [name for name in train.classes if os.path.samefile(one / name, other / name)]
-        notes += [f"{one} and {other} are the same folders, by links, for {join_names(same)}"] if same else []
     return notes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -35,8 +35,8 @@ def init_digest(init: str | None, runs: str | Path | None) -> str:
         return _digest(file)
 
 
-def initialize(model: BaseModel, init: str, digest: str, runs: str | Path | None) -> str:
-    """Loads the weights of `recipe.init`, except the classifier if its number of classes differs. Says what was done.
+def initialize(model: BaseModel, init: str, digest: str, runs: str | Path | None, classes: Sequence[str]) -> str:
+    """Loads the weights of `recipe.init`, except the classifier if it is for other classes than these. Says what was done.
 
     Raises:
         UserError: the weights have another digest, are of another model, or there are none.
@@ -46,12 +46,17 @@ def initialize(model: BaseModel, init: str, digest: str, runs: str | Path | None
             raise UserError("changed since the trial was started; restore the file, or start the grid again")
         source = _read(file, model.spec)
         _require_same_function(model.spec, source.spec)
-        classes = checkpoint.classes(source)
+        number, names = checkpoint.classes(source), checkpoint.trained_on(source).get("label_names")
         state, expected = source.state_dict(), model.state_dict()
         done = f"recipe.init: weights from {init}"
-        if classes != model.num_classes:
+        if number != model.num_classes or (names is not None and tuple(names) != tuple(classes)):
             state |= {name: weight for name, weight in expected.items() if name.startswith(f"{model.classifier_name}.")}
-            done += f", with a new classifier for {model.num_classes} classes instead of {classes}"
+            other = (
+                f"{model.num_classes} classes instead of {number}"
+                if number != model.num_classes
+                else "the classes of the images"
+            )
+            done += f", with a new classifier for {other}"
         checkpoint.check_fit(file, f"the model {model.spec.name}", expected, state)
     model.load_state_dict(state)
     return done

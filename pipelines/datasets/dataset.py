@@ -10,7 +10,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -72,6 +72,8 @@ class Dataset:
     """The image list, if there is one."""
     skipped: str = field(default="", compare=False)
     """The number and kind of the files that `scan` left out, such as `2 .gif, 1 .txt`."""
+    has_links: bool = field(default=False, compare=False)
+    """Whether `scan` found links or files with several names: then another split may have the same files."""
 
     @classmethod
     def open(cls, root: Path | str, split: str, lists: Path | str | None = None) -> "Dataset":
@@ -93,8 +95,8 @@ class Dataset:
     def scan(cls, root: Path | str, split: str) -> "Dataset":
         """Lists the images (`SUFFIXES`) in `root/split/<class>/` and its subfolders, except names that begin with a dot.
 
-        Links are followed, but a file that has several names counts once, under the one with the fewest links. What is left
-        out is counted in `skipped`.
+        Links are followed, except to folders above them, but a file that has several names counts once, under the one with the
+        fewest links. What is left out is counted in `skipped`.
 
         Raises:
             DataError: the folder or the split cannot be read, there are no class folders, or one contains no images.
@@ -106,14 +108,16 @@ class Dataset:
             names = _class_names(folder)
             with ThreadPoolExecutor(LISTING_THREADS) as pool:
                 by_class = dict(zip(names, pool.map(_class_files, [folder / name for name in names]), strict=True))
-            again = _remove_further_names(folder, by_class) if any(files.links for files in by_class.values()) else 0
+            links_inside = any(files.links for files in by_class.values())
+            again = _remove_further_names(folder, by_class) if links_inside else 0
+            has_links = links_inside or folder.is_symlink()
         _require_images(folder, by_class)
         images = {name: sorted(files.images) for name, files in by_class.items()}
         paths = tuple(f"{split}/{name}/{file}" for name, listed in images.items() for file, _ in listed)
         labels = array("q", chain.from_iterable(repeat(label, len(listed)) for label, listed in enumerate(images.values())))
         sizes = array("q", (size for listed in images.values() for _, size in listed))
         skipped = _skipped([files.others for files in by_class.values()], again)
-        return cls(root, split, tuple(images), paths, labels, sizes, skipped=skipped)
+        return cls(root, split, tuple(images), paths, labels, sizes, skipped=skipped, has_links=has_links)
 
     @classmethod
     def open_shards(cls, root: Path | str, split: str) -> "Dataset":
@@ -299,18 +303,17 @@ class Dataset:
         return digest(self.paths, self.sizes)
 
     def require_disjoint(self, other: "Dataset") -> None:
-        """Raises DataError if `other` shares images with this split, under any path of their folders."""
-        real = functools.cache(lambda folder: os.path.realpath(self.root / folder))
-        mine, others = (
-            {f"{real(folder)}/{name}": path for path in each.paths for folder, _, name in [path.rpartition("/")]}
-            for each in (self, other)
-        )
-        if shared := {mine[file] for file in mine.keys() & others.keys()}:
-            raise DataError(
-                f"splits {self.split} and {other.split} share {len(shared)} "
-                f"{'image' if len(shared) == 1 else 'images'}, such as {min(shared)}; "
-                "regenerate both lists with a single `san data split` command"
-            )
+        """Raises DataError if `other` shares images with this split, under any path of their folders, or, if one of them has
+        links, under any name."""
+        by_name = not (self.has_links or other.has_links)
+        mine, others = (_files_by_name(each) if by_name else _files_on_disk(each) for each in (self, other))
+        if shared := sorted((mine[file], others[file]) for file in mine.keys() & others.keys()):
+            (here, there), number = shared[0], f"{len(shared)} image{'s'[: len(shared) > 1]}"
+            image = here if here == there else f"{here}, which is {there}"
+            listed = self.listed_in is not None and other.listed_in is not None
+            again = "regenerate both lists with a single `san data split` command"
+            advice = again if listed else "remove the links, or the further names of the files, from one of them"
+            raise DataError(f"{self.split} and {other.split} share {number}, such as {image}; {advice}")
 
     def require_several_classes(self) -> None:
         """Raises DataError for a single class: the folders may be one level deeper than they should."""
@@ -338,6 +341,23 @@ class Dataset:
             f"both splits must have the same class folders, but {' and '.join(lacks)}; "
             "add the missing folders or remove the others"
         )
+
+
+def _files_by_name(dataset: Dataset) -> dict[object, str]:
+    """The path of each image by its real folder and its name."""
+    real = functools.cache(lambda folder: os.path.realpath(dataset.root / folder))
+    split = (path.rpartition("/") for path in dataset.paths)
+    return {(real(folder), name): f"{folder}/{name}" for folder, _, name in split}
+
+
+def _files_on_disk(dataset: Dataset) -> dict[object, str]:
+    """The path of each image by its file on the disk."""
+    found = dict[object, str]()
+    for path in dataset.paths:
+        with suppress(OSError):  # a list can be older than the folder
+            status = os.stat(dataset.root / path)
+            found[status.st_dev, status.st_ino] = path
+    return found
 
 
 def counted(classes: Sequence[str]) -> str:
@@ -459,6 +479,7 @@ class _ClassFiles:
 def _class_files(folder: Path) -> _ClassFiles:
     """Lists the folder of a class. Each folder in it is listed once, under a path with few links."""
     files, visited = _ClassFiles([], {}, Counter()), set[tuple[int, int]]()
+    real = os.path.realpath(folder)
     waiting = [(int(folder.is_symlink()), "")]
     while waiting:
         links, inside = heapq.heappop(waiting)
@@ -471,19 +492,29 @@ def _class_files(folder: Path) -> _ClassFiles:
                 if entry.name.startswith("."):
                     continue
                 name, links_of_entry = inside + entry.name, links + entry.is_symlink()
-                if entry.is_symlink() and not os.path.exists(entry.path):
-                    files.others["broken links"] += 1
+                if reason := _left_out(entry, real):
+                    files.others[reason] += 1
                 elif entry.is_dir():
                     heapq.heappush(waiting, (links_of_entry, f"{name}/"))
-                elif not name.lower().endswith(SUFFIXES):
-                    files.others[os.path.splitext(name)[1].lower() or "without suffix"] += 1
-                elif not stat.S_ISREG((status := entry.stat()).st_mode):
-                    files.others["special files"] += 1
                 else:
+                    status = entry.stat()
                     files.images.append((name, status.st_size))
                     if links_of_entry or status.st_nlink > 1:
                         files.links[name] = links_of_entry
     return files
+
+
+def _left_out(entry: os.DirEntry[str], folder: str) -> str:
+    """What an entry inside the class folder with this real path is, if it is neither an image nor a folder of images."""
+    if entry.is_symlink() and not os.path.exists(entry.path):
+        return "broken links"
+    if entry.is_symlink() and folder.startswith(os.path.join(os.path.realpath(entry.path), "")):
+        return "links to folders above"
+    if entry.is_dir():
+        return ""
+    if not entry.name.lower().endswith(SUFFIXES):
+        return os.path.splitext(entry.name)[1].lower() or "without suffix"
+    return "" if stat.S_ISREG(entry.stat().st_mode) else "special files"
 
 
 def _remove_further_names(folder: Path, by_class: dict[str, _ClassFiles]) -> int:

@@ -21,6 +21,7 @@ from pipelines.datasets import check
 from pipelines.datasets.manifest import read_list, write_list
 from tests.experiments.conftest import Printed, Rejected, San, image_data
 from tests.experiments.drivers import PATIENCE
+from tests.pipelines.datasets.test_cifar import packed
 
 
 @pytest.fixture(autouse=True)
@@ -194,3 +195,13 @@ def _read_until(word: bytes, terminal: int) -> bytes:
     while word not in shown:
         shown += os.read(terminal, 1000)
     return shown
+
+
+def test_prepare_writes_the_dataset_that_it_is_asked_for(tmp_path: Path, san_data: San) -> None:
+    rows = b"".join(bytes([label]) + bytes(3 * 32 * 32) for label in (0, 1))
+    files = {"data_batch_1.bin": rows, "test_batch.bin": rows, "batches.meta.txt": b"airplane\ncat\n"}
+    archive = packed(tmp_path / "official.tar.gz", {f"cifar-10-batches-bin/{name}": content for name, content in files.items()})
+    assert san_data("prepare", "cifar10", tmp_path / "cifar", "--from", archive)[0] == 0
+    assert Dataset.scan(tmp_path / "cifar", "val").classes == ("airplane", "cat")
+    assert san_data("prepare", "digits", tmp_path / "digits")[0] == 0
+    assert len(Dataset.scan(tmp_path / "digits", "train").classes) == 10

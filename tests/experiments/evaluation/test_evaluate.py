@@ -188,7 +188,7 @@ def test_rejects(trained: Trained, files: Path, tmp_path: Path, rejected: Reject
         ("{trial} model.footprint=5", ["model.footprint"]),
         ("{trial} --profile digits", ["--profile"]),
         ("{trial} recipe.lr=1", ["recipe.lr", "data.*"]),
-        ("{trial} data.source=folder data.split=val-original data.root={files}/10_classes", ["'0' instead of 'class0'"]),
+        ("{trial} data.source=folder data.split=val-original data.root={files}/10_classes", ["class0", "instead of 0, 1"]),
     ):
         names = {"empty": tmp_path, "runs": runs, "files": files, "grid": SMALL_GRID, "trial": trained.folder}
         message = rejected("evaluate", *(argument.format(**names) for argument in arguments.split()))

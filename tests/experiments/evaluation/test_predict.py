@@ -1,9 +1,12 @@
 """`san predict`: classes of images by any checkpoint, in the given order, and the reasons for images that cannot be used."""
 
 import csv
+import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from PIL import Image
 import san
 from experiments.evaluation import predict
 from experiments.evaluation.evaluate import evaluation_loader, open_checkpoint, open_images
+from experiments.evaluation.predict import Prediction
 from experiments.grids.transform import transform
 from san.models.pretrained import save_folder
 from tests.experiments.conftest import Printed, Rejected, San, Trained
@@ -90,6 +94,32 @@ def test_says_what_is_no_file(tmp_path: Path, run_san: San) -> None:
     (tmp_path / "list.txt").write_bytes(b"none.jpg\r\n\r\n")
     code, out, _ = run_san("predict", "san10_patchwise_cifar10", tmp_path / "pipe.jpg", "--list", tmp_path / "list.txt")
     assert (code, out) == (1, f"{tmp_path}/pipe.jpg: not a file, but a pipe or a device\nnone.jpg: no such file\n")
+
+
+def test_table_is_complete_or_called_part(
+    photos: Path, printed: Printed, run_san: San, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, part = tmp_path / "table.csv", tmp_path / "table.csv.part"
+    table.write_text("an earlier table")
+    images = sorted((photos / "b/c").glob("6?.jpg"))[:9]
+    arguments = "predict", "san10_patchwise_cifar10", *images, "recipe.batch_size=3", "--csv"
+    written = predict.write_csv
+
+    def interrupted(*given: Any) -> Iterator[Prediction]:
+        yield from itertools.islice(written(*given), 4)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predict, "write_csv", interrupted)
+    code, out, err = run_san(*arguments, table)
+    assert (code, out) == (1, "") and str(part) in err
+    assert table.read_text() == "an earlier table"
+    assert len(list(csv.DictReader(part.open()))) == 4
+
+    monkeypatch.setattr(predict, "write_csv", written)
+    printed(*arguments, table)
+    assert len(list(csv.DictReader(table.open()))) == 9
+    assert not part.exists()
+    assert printed(*arguments, "-") == table.read_text()
 
 
 def test_rejects(tmp_path: Path, rejected: Rejected) -> None:

@@ -16,7 +16,7 @@ from experiments.training.images import data_digest, loaders, notes_on, open_dat
 from pipelines import DataError, Dataset
 from pipelines.datasets.manifest import list_path, write_list
 from pipelines.datasets.pack import pack
-from tests.experiments.conftest import SMALL_GRID, OpenGrid, image_data
+from tests.experiments.conftest import SMALL_GRID, OpenGrid, San, image_data
 from tests.experiments.grids.test_grid import expand
 from tests.experiments.processes import together
 
@@ -104,10 +104,26 @@ def test_notes_name_the_list_in_use_and_what_it_lacks(images: Path, tmp_path: Pa
     ]
 
 
-def test_notes_say_that_training_and_validation_images_are_the_same(images: Path) -> None:
-    shutil.rmtree(images / "val/cat")
-    (images / "val/cat").symlink_to("../train/cat")
-    assert notes_on(image_data(images)) == [f"{images}/train and {images}/val are the same folders, by links, for cat"]
+@pytest.mark.parametrize("how", ["folder", "class folder", "image", "hard link", "from training"])
+def test_no_file_is_a_training_and_a_validation_image(how: str, images: Path, run_san: San) -> None:
+    here, there = min((images / "train/cat").iterdir()), images / "val/cat/again.jpg"
+    if how == "folder":
+        shutil.rmtree(images / "val")
+        (images / "val").symlink_to("train")
+    elif how == "class folder":
+        shutil.rmtree(images / "val/cat")
+        (images / "val/cat").symlink_to("../train/cat")
+    elif how == "image":
+        there.symlink_to(here)
+    elif how == "hard link":
+        os.link(here, there)
+    else:
+        (images / "train/dog/more").symlink_to("../../val/cat")
+    with pytest.raises(DataError, match="train and val share"):
+        open_data(image_data(images))
+    code, _, said = run_san("data", "check", images)
+    assert code == 2 and "train and val share" in said
+    assert not (images / "train.txt").exists()
 
 
 def test_synthetic_images_need_no_folder() -> None:

@@ -1,6 +1,6 @@
 """Fine-tuning: initial weights from files of each kind, frozen parts, learning rates by part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ def network(seed: int, classes: int = 10, name: str = "san10_pairwise", **fields
     return san.create_model(name, num_classes=classes, **FIELDS | fields)
 
 
-def started(model: BaseModel, init: Path | str, runs: Path | None = None) -> str:
-    return initialize(model, str(init), init_digest(str(init), runs), runs)
+def started(model: BaseModel, init: Path | str, runs: Path | None = None, classes: Sequence[str] = tuple("0123456789")) -> str:
+    return initialize(model, str(init), init_digest(str(init), runs), runs, classes)
 
 
 def equal(one: BaseModel, other: BaseModel, except_for: str = "none") -> bool:
@@ -61,7 +61,7 @@ def test_takes_the_weights_of_a_folder_of_the_hub_or_of_an_included_network(tmp_
     save_folder(theirs, tmp_path / "shared", data="", accuracy="", license="mit")
     for init in ("san10_patchwise_cifar10", tmp_path / "shared", tmp_path / "shared/model.safetensors"):
         mine = san.create_model("san10_patchwise_cifar10")
-        started(mine, init)
+        started(mine, init, classes=theirs.pretrained_cfg["label_names"])
         assert equal(mine, theirs), init
 
 
@@ -76,10 +76,12 @@ def test_grid_continues_from_the_key_of_a_trial(trained: Trained) -> None:
         open_grid_run(replace(request, overrides=(*request.overrides, "recipe.init=0123456789ab")))
 
 
-def test_classifier_is_new_if_the_number_of_classes_differs(tmp_path: Path) -> None:
-    theirs, mine, fresh = network(1, classes=10), network(2, classes=3), network(2, classes=3)
+@pytest.mark.parametrize("classes", [("a", "b", "c"), ("b", "a")], ids=["number", "names"])
+def test_classifier_is_new_if_the_classes_differ(classes: tuple[str, ...], tmp_path: Path) -> None:
+    theirs, mine, fresh = network(1, classes=2), network(2, classes=len(classes)), network(2, classes=len(classes))
+    theirs.pretrained_cfg = {"label_names": ["a", "b"]}
     san.save_checkpoint(theirs, tmp_path / "a.pt")
-    assert started(mine, tmp_path / "a.pt").endswith("3 classes instead of 10")
+    assert "with a new classifier" in started(mine, tmp_path / "a.pt", classes=classes)
     assert equal(mine, theirs, except_for="head.")
     assert torch.equal(mine.head.weight, fresh.head.weight)  # type: ignore[union-attr, arg-type]
 
@@ -105,7 +107,7 @@ def test_rejects_files_that_are_missing_changed_or_run_code(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"code\.pt: .*would run code"):
         started(network(2), tmp_path / "code.pt")
     with pytest.raises(UserError, match="changed since"):
-        initialize(network(2), str(tmp_path / "code.pt"), "another digest", None)
+        initialize(network(2), str(tmp_path / "code.pt"), "another digest", None, ())
 
 
 def test_frozen_parts_keep_weights_and_statistics(
