@@ -77,7 +77,8 @@ def test_killed_trial_resumes_on_another_node(
         main()
         output = json.loads(capsys.readouterr().out)
         assert output["checkpoint"] == bucket.uri(f"{folder}/{best.name}")
-        assert output["top1"] == best.history[-1].top1
+        # Two workers validated other batches, whose rounding may change the class of an image.
+        assert output["top1"] == pytest.approx(best.history[-1].top1, abs=100 / output["images"])
 
 
 @pytest.mark.slow
