@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 import san
+from cluster import Node, Resources
 from cluster.errors import LostError
 from experiments.cli import report
 from experiments.cli.run import run, study
@@ -168,7 +169,8 @@ def test_rough_estimates_fit_the_measured_speeds(kind: str, runs: Path) -> None:
     assert 0.5 < statistics.median(ratios) < 2
 
 
-def test_plan_estimates_hours_from_similar_finished_runs(open_text: OpenGrid) -> None:
+def test_plan_estimates_hours_from_similar_finished_runs(open_text: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.runner.plan.this_machine", lambda: Resources((Node(2, 0),)))
     finish_at_speed(open_text("{question: q, rows: [{id: trial, model: {name: san10_pairwise}}]}"), 100.0)
     brief = "{id: brief, model: {name: san10_pairwise, footprint: 5}, recipe: {lr: 0.3}}"
     finish_at_speed(open_text(f"{{question: q, rows: [{brief}]}}", "brief"), 1.0, hours=0.001)
@@ -230,7 +232,7 @@ def test_plan_of_a_model_whose_operations_are_not_counted(open_text: OpenGrid) -
 
 
 def test_plan_of_trials_that_do_not_fit_fails(open_text: OpenGrid) -> None:
-    grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}", "g", "resources.cpus=64")
+    grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}", "g", "resources.cpus=100000")
     lines, can_run = plan_in_words(grid_run, plan(grid_run), None)
     assert not can_run and any("cannot run here" in line for line in lines)
 
