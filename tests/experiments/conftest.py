@@ -1,6 +1,7 @@
 """Shared fixtures: the `san` command, small grids, an MLflow database, a process group and a trained trial."""
 
 import functools
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -137,9 +139,9 @@ def place(open_small_grid: OpenGrid, tmp_path: Path) -> Place:
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def process_group() -> None:
-    """A torch.distributed group of only this process. One for all tests, because DeepSpeed cannot use a second one."""
+    """A torch.distributed group of only this process, the same in all tests, because DeepSpeed cannot use a second one."""
     join_process_group(torch.device("cpu"))
 
 
@@ -191,12 +193,13 @@ class Trained:
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory, empty_database: Path, process_group: None) -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Trained:
     runs = tmp_path_factory.mktemp("trained") / "runs"
     runs.mkdir()
     shutil.copy(empty_database, runs / "mlflow.db")
     grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", ("recipe.epochs=2", *HELD_OUT), runs))
     grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
     trial = grid_run.trials[0]
-    run_trial(grid_run.workspace, trial, lambda metrics: None)
+    with patch.dict(os.environ):  # DeepSpeed's variables end with the training
+        run_trial(grid_run.workspace, trial, lambda metrics: None)
     return Trained(grid_run, trial, grid_run.workspace.checkpoints(trial))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,7 +24,8 @@ from tests.experiments.drivers import PATIENCE
 if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
     SERVER = multiprocessing.get_context("forkserver")
     SERVER.set_forkserver_preload(["tests.experiments.processes"])
-_import_deepspeed(torch.device("cpu"))
+with patch.dict(os.environ):
+    _import_deepspeed(torch.device("cpu"))
 
 
 @dataclass(frozen=True)
