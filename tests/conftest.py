@@ -26,6 +26,12 @@ from pytest_timeout import Settings
 # Where a shell runs the tests in the background it lets them ignore interrupts, and so would the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What the developer's shell sets for the product does not reach the tests, except settings of the kernels.
+KERNELS = ("SAN_CACHE", "SAN_CPU", "SAN_CUDA")
+PRODUCT = ("RAY_", "TUNE_", "MLFLOW_", "SAN_", "AWS_", "DEEPSPEED_", "DS_ACCELERATOR", "LOCAL_RANK")
+for name in [name for name in os.environ if name.startswith(PRODUCT) and name not in KERNELS]:
+    del os.environ[name]
+
 # Ray gives its workers a low priority, so that beside other tests they would hardly run.
 os.environ["RAY_worker_niceness"] = "0"
 

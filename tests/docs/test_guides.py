@@ -163,8 +163,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         runs = tmp_path_factory.mktemp("runs")
         patch.setenv("SAN_RUNS", str(runs))
-        for name in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS"):
-            patch.delenv(name, raising=False)
         first = Reader(tmp_path_factory.mktemp("first"), runs, patch)
         patch.chdir(first.folder)
         first.run(first.arguments(["san", "run", "experiments/grids/footprint.yaml"]))
@@ -176,8 +174,7 @@ def reader(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
     yield Reader(tmp_path, runs, monkeypatch)
-    mlflow.set_tracking_uri(None)  # a guide sets it, for the process and in its environment
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    mlflow.set_tracking_uri(None)  # a guide sets it for the process
 
 
 @pytest.mark.slow

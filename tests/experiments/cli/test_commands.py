@@ -35,7 +35,6 @@ from tests.experiments.conftest import SMALL_GRID, Printed, Rejected, San
 @pytest.fixture(autouse=True)
 def empty_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SAN_RUNS", str(tmp_path / "runs"))
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 def test_models_are_listed_with_their_fields(printed: Printed) -> None:

@@ -47,8 +47,7 @@ def test_rejects_an_invalid_address(uri: str, message: str) -> None:
         open_store(uri)
 
 
-def test_needs_a_tracking_server(bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+def test_needs_a_tracking_server(bucket: S3Store) -> None:
     with pytest.raises(UserError, match="MLFLOW_TRACKING_URI"):
         open_workspace(bucket.address)
 
