@@ -21,4 +21,6 @@ def compile_shim(output: Path) -> None:
     objects = [output.parent / f"{source.name}.o" for source in sources]
     commands = [build.compile_command(s, o, toolchain, shim=True) for s, o in zip(sources, objects, strict=True)]
     build.run_all([[*command, f"-I{build.SOURCE_DIR}", "-Werror", "-O1"] for command in commands])
-    build.run(build.link_command(objects, output, toolchain))
+    partial = output.with_suffix(".partial")
+    build.run(build.link_command(objects, partial, toolchain))
+    partial.rename(output)
