@@ -1,3 +1,4 @@
+import math
 import os
 from pathlib import Path
 
@@ -22,10 +23,13 @@ def test_empty_sweep(tmp_path: Path) -> None:
     assert sweep(functions.counting, {}, Placement(), storage=tmp_path, observer=functions.Memory()) == {}
 
 
-def test_two_trials_at_a_time(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:
+def test_two_trials_at_a_time(
+    resources: Resources, memory: functions.Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each takes half of the CPUs. A trial ends only when it has seen another one, so two run at once, and no third."""
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
+    monkeypatch.setattr("cluster.sweep._SECONDS_TO_START", math.inf)
     values = {key: (str(tmp_path), key, pair, os.getcwd()) for key, pair in zip("abcd", "badc", strict=True)}
     outcomes = sweep(functions.meeting, values, Placement(cpus=resources.cpus // 2), storage=tmp_path / "s", observer=memory)
     assert [(key, outcome.error) for key, outcome in outcomes.items()] == [(key, None) for key in "abcd"]
