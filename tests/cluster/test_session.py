@@ -53,11 +53,12 @@ def test_ray_head_of_a_local_session_requires_the_token(resources: Resources) ->
     channel = grpc.insecure_channel(ray.get_runtime_context().gcs_address)
     head = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
     with pytest.raises(grpc.RpcError) as refused:
-        head.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest(), timeout=30)  # type: ignore[attr-defined]
+        head.GetAllNodeInfo(gcs_service_pb2.GetAllNodeInfoRequest())  # type: ignore[attr-defined]
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     folder = cluster.session.private_folder()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and (folder / "ray").is_dir()
-    assert stat.S_IMODE((Path.home() / ".ray/auth_token").stat().st_mode) == 0o600
+    token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray/auth_token"))
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
 
 
 def is_alive(process: subprocess.Popen[bytes]) -> bool:
