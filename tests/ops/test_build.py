@@ -208,12 +208,25 @@ def test_command_fails_without_cuda_only_if_cuda_is_required(
     assert ("cuda" in capsys.readouterr().err) == (choice != "0")
 
 
+SHOWS_ITSELF_AT_THE_LOCK = """
+import fcntl, os, pathlib
+from cuda_ext import build
+flock = fcntl.flock
+def shown(*arguments):
+    pathlib.Path(os.environ["SAN_CACHE"], f"{os.getpid()}.here").touch()
+    flock(*arguments)
+fcntl.flock = shown
+build.main()
+"""
+
+
 @pytest.mark.slow
 def test_concurrent_processes_build_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cuda_ext.build"]
+    """Nothing is compiled until every process is at the lock or, without one, compiles."""
+    command = [sys.executable, "-c", SHOWS_ITSELF_AT_THE_LOCK]
     root = build.SOURCE_DIR.parent
-    # It takes its time, so that the other processes meet a build.
-    cxx = compiler(tmp_path / "g++-12", GCC.format("12.2.0"), f"sleep 0.2; {WRITES_ITS_OUTPUT}")
+    wait = 'touch "$SAN_CACHE/$PPID.here"; until [ $(ls "$SAN_CACHE" | grep -c here) = 3 ]; do sleep 0.02; done'
+    cxx = compiler(tmp_path / "g++-12", GCC.format("12.2.0"), f"{wait}; {WRITES_ITS_OUTPUT}")
     env = {"PATH": "/usr/bin:/bin", "SAN_CACHE": str(tmp_path), "SAN_CUDA": "0", "HOME": str(tmp_path), "CXX": str(cxx)}
     running = [
         subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
