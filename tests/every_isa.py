@@ -18,13 +18,12 @@ SETTINGS = {
 }
 
 
-def smaller_instruction_sets() -> list[str]:
-    """Those that this processor has besides its largest one."""
+def instruction_sets() -> list[str]:
+    """Those of this processor, the largest first; none if it is no x86."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
-        return ["AVX2", "SSE"]
-    return ["SSE"] if "avx2" in flags else []
+    needed = {"AVX-512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"}, "AVX2": {"avx2"}, "SSE": {"sse4_1"}}
+    return [name for name, wanted in needed.items() if wanted <= flags]
 
 
 def start(instructions: str) -> subprocess.Popen[str]:
@@ -38,7 +37,8 @@ def start(instructions: str) -> subprocess.Popen[str]:
 
 
 def main() -> None:
-    running = {instructions: start(instructions) for instructions in smaller_instruction_sets()}
+    available = instruction_sets()
+    running = {instructions: start(instructions) for instructions in available[1:]}
     failed = False
     for instructions, process in running.items():
         output, _ = process.communicate()
@@ -46,7 +46,10 @@ def main() -> None:
         if process.returncode != 0:
             print(output)
         variables = " ".join(f"{name}={value}" for name, value in SETTINGS[instructions].items())
-        print(f"{instructions} ({variables}): {output.strip().splitlines()[-1]}")
+        *lines, last = output.strip().splitlines()
+        print(f"{instructions} ({variables}): {last}", *(line for line in lines if line.startswith("not tested: ")), sep="\n")
+    if missing := [name for name in ("AVX-512", *SETTINGS) if name not in available]:
+        print(f"not tested: {', '.join(missing)}, which this {'' if available else 'non-x86 '}processor lacks")
     sys.exit(failed)
 
 
