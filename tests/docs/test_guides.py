@@ -71,10 +71,10 @@ class Block:
 class Reader:
     """Somebody who follows a page in an empty folder."""
 
-    def __init__(self, folder: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, runs: Path, monkeypatch: pytest.MonkeyPatch, key: str = "KEY") -> None:
+        self.folder, self.runs, self.key = folder, runs, key
         (folder / "runs").symlink_to(runs)
-        self.before = set(runs.glob("checkpoints/*"))
+        self.seen = set(runs.glob("checkpoints/*"))
         self.names: dict[str, Any] = {}
         self.monkeypatch = monkeypatch
         for path in (*ROOT.glob("experiments/grids/*.yaml"), ROOT / "docs/gallery.yaml"):
@@ -101,10 +101,12 @@ class Reader:
                 self.run(self.arguments(command))
 
     def with_key(self, text: str) -> str:
-        """The text with the key of the page's latest trial, else of the first of all, in place of the guide's."""
-        cells = sorted((self.folder / "runs").resolve().glob("checkpoints/*"), key=lambda cell: cell.stat().st_mtime)
-        own = [cell for cell in cells if cell not in self.before]
-        return KEY.sub((own[-1:] or cells)[0].name, text) if cells else text
+        """The text with the key of a trial of the page's latest command that trained, else of the first of all, in place of the
+        guide's."""
+        if new := set(self.runs.glob("checkpoints/*")) - self.seen:
+            self.key = max(new).name
+            self.seen |= new
+        return KEY.sub(self.key, text)
 
     def arguments(self, command: list[str]) -> list[str]:
         """A `san` command's arguments, with the small settings where it takes a grid."""
@@ -158,22 +160,24 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of runs for all pages, with one trial of the footprint grid."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A folder of runs for all pages, with one trial of the footprint grid, and the key of this trial."""
     with pytest.MonkeyPatch.context() as patch:
         runs = tmp_path_factory.mktemp("runs")
         patch.setenv("SAN_RUNS", str(runs))
         first = Reader(tmp_path_factory.mktemp("first"), runs, patch)
         patch.chdir(first.folder)
         first.run(first.arguments(["san", "run", "experiments/grids/footprint.yaml"]))
-        yield runs
+        (cell,) = runs.glob("checkpoints/*")
+        yield runs, cell.name
 
 
 @pytest.fixture
-def reader(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+def reader(tmp_path: Path, runs: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
-    yield Reader(tmp_path, runs, monkeypatch)
+    folder, first = runs
+    yield Reader(tmp_path, folder, monkeypatch, first)
     mlflow.set_tracking_uri(None)  # a guide sets it for the process
 
 
