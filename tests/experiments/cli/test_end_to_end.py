@@ -54,18 +54,18 @@ def assert_complete(grid_run: GridRun, epochs: int) -> None:
 
 
 def test_grid_is_trained_with_every_real_part(start: Start, tmp_path: Path) -> None:
-    options = ("recipe.epochs=1", "recipe.batch_size=64", "data.train_per_class=32")
+    options = ("recipe.epochs=3", "recipe.batch_size=32", "data.train_per_class=64")
     with alone():
         driver = start(*options)
         assert driver.finish() == 0, driver.said
     assert "another `san run` is using this machine" in driver.said
-    assert_complete(open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs")), 1)
+    assert_complete(open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs")), 3)
     assert driver.said.count("top-1 paper") == 1
     (folder,) = (tmp_path / "runs").glob("small-digits+*")
     rows = list(csv.DictReader((folder / "table.csv").open()))
     assert [row["id"] for row in rows] == ["pairwise_3", "resnet26_3", "patchwise_3"]
     assert [f"{float(row['params']):.1f} {float(row['flops']):.1f}" for row in rows] == ["10.5 1.7", "13.7 2.4", "10.7 1.6"]
-    assert all(float(row["top1"]) >= 0 for row in rows)
+    assert all(float(row["top1"]) > 15 for row in rows)  # 33 to 93; 10 by chance
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
