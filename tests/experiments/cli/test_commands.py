@@ -95,7 +95,8 @@ def test_plan_leaves_no_file_behind(tmp_path: Path, printed: Printed, monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", None)  # which it remembers
     monkeypatch.setattr(images, "_temporary", functools.cache(images._temporary.__wrapped__))
     monkeypatch.chdir(tmp_path)
-    assert "3 trials, 3 to train" in printed("plan", SMALL_GRID, f"data.root={tmp_path / 'imagnet'}")
+    said = printed("plan", SMALL_GRID, f"data.root={tmp_path / 'imagnet'}")
+    assert "3 trials, 3 to train" in said and said.count("to train") == 4
     assert Path(images._temporary().name).parent == tmp_path / "temporary"
     images._temporary().cleanup()  # Python does so at the end of a process
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -61,6 +61,15 @@ def test_attack_matches_foolbox(attack: Attack, trained: Trained) -> None:
         assert (predictions(network, ours) == wanted).double().mean() > 0.3  # the attack has an effect
 
 
+def test_success_and_accuracy_are_shares_of_all_images(trained: Trained) -> None:
+    """In several batches; rounding can change the class of an image."""
+    network, pixels, labels, wanted = pixels_of(trained)
+    found = LARGE(opened(trained), open_images(opened(trained)), 50, lambda: None)
+    answers = predictions(network, LARGE.attacked(network, pixels, wanted))
+    for name, right in (("success", wanted), ("top1", labels)):
+        assert found[name] == pytest.approx(100 * (answers == right).double().mean().item(), abs=1)
+
+
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 99),
