@@ -49,7 +49,7 @@ def test_models_are_listed_with_their_fields(printed: Printed) -> None:
 
 def test_user_without_a_home_folder(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that runs with a number instead of a user."""
-    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
     printed("models", "resnet26")
     assert Path.home() == private_folder()
