@@ -111,7 +111,7 @@ def _quieten() -> None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Creates a folder if it is missing; whether it can be written to. Permissions alone do not tell, for example in /sys."""
+    """Whether files can be written to a folder, which is created if it is missing. Permissions can be wrong, as in /sys."""
     try:
         folder.mkdir(exist_ok=True)
     except OSError:

@@ -103,7 +103,7 @@ def evaluate(
     with resolve_checkpoint(checkpoint, runs) as (path, uri):
         opened = open_checkpoint(path, overrides, profile)
         images = open_images(opened, split)
-        batches = -(-len(images) // opened.config.recipe.batch_size)
+        batches = -(-len(images) // opened.config.recipe.images_at_once())
         with counting("", batches, "batches") as count:
             evaluation = evaluate_checkpoint(opened, images, transform(opened.config.data), count)
     if uri is not None:
@@ -181,7 +181,7 @@ def predict(
         click.echo(f"{checkpoint}: the names of the classes are not known; classes are numbered from 0", err=True)
     failed = 0
     with ExitStack() as stack:
-        batches = -(-len(paths) // opened.config.recipe.batch_size)
+        batches = -(-len(paths) // opened.config.recipe.images_at_once())
         count = stack.enter_context(counting("", batches, "batches"))
         predictions = predictions_of(opened, paths, top, count)
         if table is not None:
@@ -202,7 +202,7 @@ def predict(
 
 @contextmanager
 def _table(path: Path) -> Iterator[TextIO]:
-    """A file to write. It replaces `path` when it is complete; an interruption leaves `path`.part."""
+    """A file to write, called `path`.part until it is complete and replaces `path`."""
     if path == Path("-"):
         sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         yield sys.stdout
@@ -218,7 +218,7 @@ def _table(path: Path) -> Iterator[TextIO]:
         if part != path:
             part.replace(path)
     except BaseException:
-        click.echo(f"{part} has the images until here", err=True)
+        click.echo(f"{part} has the results so far", err=True)
         raise
 
 

@@ -22,7 +22,7 @@ from san.models import checkpoint
 from san.nn import fold
 
 AT_ONCE = 1024
-"""After an error, so many images are checked until a broken one is found."""
+"""Images that are checked at a time after an error, until a broken one is found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
     images, model = Dataset.of_files(paths), fold(opened.model)
     names = opened.classes or tuple(map(str, range(checkpoint.classes(opened.model))))
     is_file = np.array(list(map(os.path.isfile, paths)))
-    batch = opened.config.recipe.batch_size
+    batch = opened.config.recipe.images_at_once()
     errors = {index: _no_file(paths[index]) for index in np.flatnonzero(~is_file).tolist()}
     left, position = np.flatnonzero(is_file), 0
 

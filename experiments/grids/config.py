@@ -286,7 +286,7 @@ class RecipeConfig(Strict):
         return self.lr if self.lr_batch_size is None else self.lr * (self.batch_size / self.lr_batch_size)
 
     def images_at_once(self, workers: int = 1) -> int:
-        """Images of a batch that are computed at the same time by one of so many workers. Validation computes as many."""
+        """Images that each worker computes at the same time. Batches of validation have this size."""
         return -(-self.batch_size // (workers * self.grad_accum_steps))
 
     @property

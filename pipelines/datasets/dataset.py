@@ -505,7 +505,7 @@ def _class_files(folder: Path) -> _ClassFiles:
 
 
 def _left_out(entry: os.DirEntry[str], folder: str) -> str:
-    """What an entry inside the class folder with this real path is, if it is neither an image nor a folder of images."""
+    """Why an entry is skipped; empty for images and folders. `folder` is the real path of the class folder."""
     if entry.is_symlink() and not os.path.exists(entry.path):
         return "broken links"
     if entry.is_symlink() and folder.startswith(os.path.join(os.path.realpath(entry.path), "")):

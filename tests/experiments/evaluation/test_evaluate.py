@@ -1,6 +1,9 @@
 """`san evaluate` and `san convert`: the exact accuracy of every kind of checkpoint on every split."""
 
 import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from experiments.cli import weights
 from experiments.evaluation.evaluate import Evaluation, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.grids.config import PROJECT_DIR, merged
 from experiments.grids.transform import transform
+from experiments.runner import progress
 from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import Checkpoint, best_in
 from experiments.training.engine import validated_weights
@@ -44,12 +48,28 @@ def test_checkpoint_gives_the_accuracy_of_its_validation(trained: Trained) -> No
         assert found.own_images, epoch
 
 
-def test_batches_have_the_size_of_validation(open_small_grid: OpenGrid, process_group: None) -> None:
+def test_batches_have_the_size_of_validation(
+    open_small_grid: OpenGrid, process_group: None, printed: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the progress of commands."""
+    counts = list[tuple[int | None, int]]()
+
+    @contextmanager
+    def counting(what: str, total: int | None, unit: str) -> Iterator[Callable[[], None]]:
+        ended: list[None] = []
+        yield lambda: ended.append(None)
+        counts.append((total, len(ended)))
+
     grid_run = open_small_grid("recipe.epochs=1", "data.train_per_class=7", *HELD_OUT, "recipe.grad_accum_steps=3")
     (trial, *_), workspace = grid_run.trials, grid_run.workspace
     run_trial(workspace, trial, lambda metrics: None)
     file = workspace.checkpoints(trial) / "epoch-0001-step-0000000.pt"
     assert evaluated(file).loss == Checkpoint.read(file).history[-1].val_loss
+    monkeypatch.setattr(progress, "counting", counting)
+    printed("evaluate", file)
+    printed("predict", file, DIGITS / "val" / "7")
+    images = len(list((DIGITS / "val" / "7").iterdir()))
+    assert counts == [(batches, batches) for batches in (math.ceil(120 / 22), math.ceil(images / 22))]
 
 
 def test_every_name_of_a_trial_gives_its_best_epoch(trained: Trained, run_san: San, printed: Printed) -> None:
