@@ -137,11 +137,10 @@ def _unequal_sizes(planned: Sequence[PlannedTrial]) -> list[str]:
 
 
 def room(grid_run: GridRun, resources: Resources, at_once: int) -> str:
-    now = f"{resources.cpus} CPUs and {resources.gpus} GPUs"
     room = f"{trial_count(at_once)} at a time, {grid_run.placement} per trial"
     if resources.grows:
-        return f"{now} now: {room}; the autoscaler may add nodes while trials wait"
-    return f"{now}: {room}"
+        return f"{resources} now: {room}; the autoscaler may add nodes while trials wait"
+    return f"{resources}: {room}"
 
 
 def _in_hours(missing: Collection[PlannedTrial], at_once: int | None) -> list[str]:

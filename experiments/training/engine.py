@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,9 +31,16 @@ def join_process_group(device: torch.device) -> tuple[int, int]:
         torch.cuda.set_device(device)  # otherwise nccl uses the first GPU for every worker
     if not dist.is_initialized():
         alone = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=alone, rank=0, world_size=1)
+        backend, on_gpu = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=on_gpu)
+        atexit.register(_leave_process_group)  # NCCL warns if nobody does
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
     return dist.get_rank(), dist.get_world_size()
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager

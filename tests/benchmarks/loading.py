@@ -87,17 +87,19 @@ class Contender:
     def tuned(self) -> bool:
         return self == TUNED
 
-    def epochs(self, setting: Setting, train: bool) -> Callable[[int], Iterator[torch.Tensor]]:
+    def epochs(
+        self, setting: Setting, train: bool, batch: int = BATCH, threads: int = THREADS
+    ) -> Callable[[int], Iterator[torch.Tensor]]:
         """Returns a function from the number of an epoch to its batches."""
         if self == PROJECT:
-            loader = Loader(setting.dataset(), setting.transform, train=train, batch_size=BATCH, threads=THREADS)
+            loader = Loader(setting.dataset(), setting.transform, train=train, batch_size=batch, threads=threads)
             return lambda number: (batch.images_NCHW for batch in loader.epoch(number))
         images = (Batches if self.tuned else Images)(setting.files(), train, setting.transform)
         workers: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
             images,
-            batch_size=BATCH,
+            batch_size=batch,
             shuffle=train,
-            num_workers=THREADS,
+            num_workers=threads,
             persistent_workers=True,
             collate_fn=_unchanged if self.tuned else None,  # type: ignore[arg-type]
         )

@@ -1,9 +1,10 @@
 """Tests and times the project on a GPU: `python -m tests.gpu --out DIR [--budget SECONDS] [--case TEXT ...]`.
 
 Parts: correctness (kernels, modules, models), cores (attention alone), models (training and evaluation of networks), kernels
-(a profile of attention), loader (images from files) and training (CUDA graphs against eager steps, a whole trial against a
-plain loop). All but the last two need only torch, numpy and nvcc; CUDA graphs also need pydantic and DeepSpeed. Results go to
-DIR/results.jsonl, one line per case, and logs to DIR/logs. `python -m tests.gpu.report DIR/results.jsonl` prints tables.
+(a profile of attention), network (a profile of a training step), loader (images from files), training (CUDA graphs against
+eager steps, a whole trial against a plain loop) and system (`san` commands). All but the last three need only torch, numpy and
+nvcc; CUDA graphs also need pydantic and DeepSpeed. Results go to DIR/results.jsonl, one line per case, and logs to DIR/logs.
+`python -m tests.gpu.report DIR/results.jsonl` prints tables.
 
 Each case runs in its own process with a time limit, because one illegal access ruins the CUDA context of a process. A process
 costs 3 to 5 s before its first kernel runs, so a case holds all checks of one kernel, or all timings that are compared with
@@ -35,12 +36,14 @@ def main() -> None:
     parser.add_argument("--case", action="append", help="run only cases whose PART/NAME contains this; may be repeated")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is a GPU; small sizes on the CPU")
     parser.add_argument("--authors", type=Path, help="checkout of github.com/hszhao/SAN, to time its kernels too (needs CuPy)")
+    parser.add_argument("--photographs", type=Path, help="folder of JPEG photographs, instead of generated ones")
+    parser.add_argument("--cifar10", type=Path, help="CIFAR-10 as `san data prepare cifar10` writes it, instead of the digits")
     parser.add_argument("--report", action="store_true", help="print the tables at the end")
     options = parser.parse_args()
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    authors = str(options.authors.resolve()) if options.authors else None
-    with tempfile.TemporaryDirectory() as work:
-        settings = Settings(device, work, authors)
+    given = options.authors, options.photographs, options.cifar10
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as work:  # a killed case may still write
+        settings = Settings(device, work, *(str(folder.resolve()) if folder else None for folder in given))
         wanted = ("build/", *(options.case or [""]))
         cases = [case for case in all_cases(settings) if any(text in case.id for text in wanted)]
         records = Runner(settings, options.out, options.budget).run(cases)

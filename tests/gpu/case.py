@@ -24,6 +24,10 @@ class Settings:
     """Folder for files that cases share."""
     authors: str | None = None
     """Checkout of hszhao/SAN, to measure its kernels too."""
+    photographs: str | None = None
+    """Folder of JPEG photographs, instead of generated ones."""
+    cifar10: str | None = None
+    """CIFAR-10 as `san data prepare cifar10` writes it, or a part of it, instead of the digits."""
 
     @property
     def on_gpu(self) -> bool:

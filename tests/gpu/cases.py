@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.gpu import build, cores, correctness, graphs, kernels, loader, models, training
+from tests.gpu import build, cores, correctness, graphs, kernels, loader, models, network, system, training
 from tests.gpu.case import Case, Settings
 
 
@@ -10,4 +10,15 @@ def all_cases(settings: Settings) -> list[Case]:
     """Returns all cases; on a CPU, only one size of each network and attention."""
     networks = models.SMALL if settings.small else models.ALL
     attention = cores.SMALL if settings.small else cores.ALL
-    return [*build.CASES, *graphs.ALL, *correctness.ALL, *attention, *networks, *kernels.ALL, *loader.ALL, *training.ALL]
+    return [
+        *build.CASES,
+        *graphs.ALL,
+        *correctness.ALL,
+        *attention,
+        *networks,
+        *kernels.ALL,
+        *network.ALL,
+        *loader.ALL,
+        *training.ALL,
+        *system.ALL,
+    ]

@@ -43,7 +43,7 @@ def run(case: Case, settings: Settings, write: Callable[[Row], None]) -> Row:
     except SkipCase as reason:
         return {"status": "skipped", "error": str(reason)}
     except Exception as error:
-        may_miss = case.part in ("loader", "training")  # the other parts need only torch and numpy
+        may_miss = case.part in ("loader", "training", "system")  # the other parts need only torch and numpy
         if may_miss and isinstance(error, ModuleNotFoundError) and (error.name or "tests").split(".")[0] not in OURS:
             return {"status": "skipped", "error": f"needs the package {error.name}"}
         traceback.print_exc()

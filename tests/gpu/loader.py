@@ -1,47 +1,99 @@
-"""Measures the image loader with 1 to 16 threads on photographs; on a GPU, the GPU decodes them."""
+"""Measures how fast photographs arrive on the device: decoded by the GPU, by the CPU, and by PyTorch's DataLoader."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from tests.gpu.case import Case, Row, Settings
+from tests.gpu.case import Case, Row, Settings, SkipCase
 from tests.gpu.timing import spread
 
-THREADS = (1, 2, 4, 8, 16)
+if TYPE_CHECKING:
+    from pipelines import Loader
+
+THREADS = (4, 16)
+CLASSES = 10
+Epoch = Callable[[int], Iterator[torch.Tensor]]
+"""The batches of an epoch."""
+
+
+def photographs(settings: Settings) -> Path:
+    """A folder of photographs in `train` and `val`: copies of the given ones, or generated ones."""
+    root, counts = Path(settings.work, "photographs"), {"train": 2048, "val": 256}
+    if settings.small:
+        counts = {"train": 64, "val": 16}
+    if root.exists():
+        return root
+    if settings.photographs is None:
+        from tests.benchmarks.photographs import write_photographs
+
+        for seed, (split, count) in enumerate(counts.items()):
+            write_photographs(root, split, count, len(os.sched_getaffinity(0)), seed)
+        return root
+    originals = sorted(Path(settings.photographs).rglob("*.[Jj][Pp]*[Gg]"))
+    for split, count in counts.items():
+        for number, original in zip(range(count), itertools.cycle(originals), strict=False):
+            copy = root / split / f"class{number % CLASSES}" / f"{number:05d}.jpg"
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(original, copy)
+    return root
+
+
+def contenders(mode: str, batch: int, settings: Settings) -> dict[tuple[str, int], Epoch]:
+    """Epochs by decoder and number of threads."""
+    # Imported here, because a machine for kernel tests lacks the packages for these modules.
+    from pipelines import Dataset, Loader, Transform
+    from tests.benchmarks.loading import TUNED, Setting
+
+    transform, root, train = Transform(), photographs(settings), mode != "validation"
+    numbers = [threads for threads in THREADS if threads <= len(os.sched_getaffinity(0))] or [1]
+    found: dict[tuple[str, int], Epoch] = {}
+    if mode == "CIFAR-10":
+        transform, root = Transform(size=48, resize=48, crop_padding=6), Path(settings.cifar10 or "")
+    else:  # the DataLoader has no shifted crops; it comes first, because its processes are forks of this one
+        found["DataLoader", numbers[-1]] = TUNED.epochs(Setting(root, transform), train, batch, numbers[-1])
+    for decoder, threads in itertools.product(("cpu", settings.device) if settings.on_gpu else ("cpu",), numbers):
+        device = torch.device(decoder)
+        loader = Loader(Dataset.scan(root, "train"), transform, train=train, batch_size=batch, threads=threads, device=device)
+        found[decoder, threads] = partial(of_loader, loader)
+    return found
+
+
+def of_loader(loader: Loader, number: int) -> Iterator[torch.Tensor]:
+    return (batch.images_NCHW for batch in loader.epoch(number))
 
 
 def loading(mode: str, settings: Settings) -> Iterator[Row]:
     """Measures images per second of whole epochs, from files in the page cache to normalized batches on the device."""
-    # Imported here, because a machine for kernel tests lacks the packages for these modules.
-    from pipelines import Dataset, Loader, Transform
-    from tests.benchmarks.photographs import write_photographs
-
-    root, count, batch, repeats = Path(settings.work, "photographs"), *((64, 16, 1) if settings.small else (4000, 128, 3))
-    if not root.exists():
-        write_photographs(root, "train", count, len(os.sched_getaffinity(0)))
-    dataset, device = Dataset.scan(root, "train"), torch.device(settings.device)
-    used = [threads for threads in THREADS if threads <= len(os.sched_getaffinity(0))]
-    loaders = {
-        threads: Loader(dataset, Transform(), train=mode == "training", batch_size=batch, threads=threads, device=device)
-        for threads in used
-    }
-    speeds: dict[int, list[float]] = {threads: [] for threads in used}
+    if mode == "CIFAR-10" and settings.cifar10 is None:
+        raise SkipCase("needs --cifar10")
+    batch, repeats = (16, 1) if settings.small else (128, 3)
+    found = contenders(mode, batch, settings)
+    speeds: dict[tuple[str, int], list[float]] = {name: [] for name in found}
     for epoch in range(repeats + 1):
-        for threads, loader in loaders.items():
-            began = time.perf_counter()
-            loaded = sum(len(batch.labels_N) for batch in loader.epoch(epoch))
+        for name, images in found.items():
+            began, loaded = time.perf_counter(), 0
+            for images_NCHW in images(epoch):
+                loaded += len(images_NCHW)
+                if settings.on_gpu and not images_NCHW.is_cuda:
+                    images_NCHW.pin_memory().to(settings.device, non_blocking=True)
             if settings.on_gpu:
                 torch.cuda.synchronize()
             if epoch:  # the first is the warm-up
-                speeds[threads].append(loaded / (time.perf_counter() - began))
-    for threads, found in speeds.items():
-        yield {"mode": mode, "threads": threads, "batch": batch, "images_per_s": spread(found)}
+                speeds[name].append(loaded / (time.perf_counter() - began))
+    for (decoder, threads), measured in speeds.items():
+        yield {"mode": mode, "decoder": decoder, "threads": threads, "batch": batch, "images_per_s": spread(measured)}
 
 
-ALL = [Case("loader", mode, partial(loading, mode), priority, 300) for mode, priority in (("training", 24), ("validation", 40))]
+ALL = [
+    Case("loader", mode, partial(loading, mode), priority, 300)
+    for mode, priority in (("training", 24), ("CIFAR-10", 25), ("validation", 40))
+]

@@ -27,8 +27,8 @@ def report(records: Sequence[Row]) -> str:
     facts = machine(records)
     title = "" if facts.get("device") == "cuda" else "**Small test sizes: not a measurement.**\n\n"
     described = ", ".join(f"{key} {facts[key]}" for key in MACHINE if key in facts)
-    timings = *_cores(records), *_models(records), _kernels(records), _loader(records), _training(records)
-    parts = _status(records), *timings, _troubles(records)
+    timings = *_cores(records), *_models(records), _kernels(records), _network(records), _loader(records), _training(records)
+    parts = _status(records), *timings, _system(records), _troubles(records)
     return title + "\n\n".join([f"Machine: {described}.", *(part for part in parts if part)]) + "\n"
 
 
@@ -112,10 +112,23 @@ def _kernels(records: Sequence[Row]) -> str:
     return table("Slowest kernels of a training step", ["attention alone", "kernel", "launches", "ms"], lines)
 
 
+def _network(records: Sequence[Row]) -> str:
+    """Classes of kernels; the records also have the slowest kernels by name."""
+    lines = []
+    for row in rows(records, "network"):
+        named = [row["network"], row["precision"]]
+        if "class" in row:
+            lines.append([*named, row["class"], f"{row['ms']:.2f}", f"{row['launches']:g}"])
+        elif "step_ms" in row:
+            lines.append([*named, "whole step", ranged(row["step_ms"]), "-"])
+            lines.append([*named, "with cudnn.benchmark", ranged(row["with_cudnn_benchmark_ms"]), "-"])
+    return table("A training step of 32 images", ["network", "precision", "kernels", "ms", "launches"], lines)
+
+
 def _loader(records: Sequence[Row]) -> str:
     found = [row for row in rows(records, "loader") if "threads" in row]
-    lines = [[row["mode"], row["threads"], row["batch"], ranged(row["images_per_s"], 0)] for row in found]
-    return table("Loading photographs", ["images", "threads", "batch", "images/s"], lines)
+    lines = [[row["mode"], row["decoder"], row["threads"], row["batch"], ranged(row["images_per_s"], 0)] for row in found]
+    return table("Loading photographs", ["images", "decoded by", "threads", "batch", "images/s"], lines)
 
 
 def _training(records: Sequence[Row]) -> str:
@@ -130,6 +143,15 @@ def _training(records: Sequence[Row]) -> str:
         )
     heading = ["workers", "engine", "trial, images/s", "plain PyTorch, images/s", "ratio"]
     return table("A trial and a loop in plain PyTorch", heading, lines)
+
+
+def _system(records: Sequence[Row]) -> str:
+    lines = []
+    for row in rows(records, "system"):
+        numbers = {key: value for key, value in row.items() if key not in ("what", "trial", "said", "passed")}
+        text = json.dumps(numbers).translate(str.maketrans("", "", '{}"')) or "-"
+        lines.append([row.get("what") or row["trial"], {True: "passed", False: "failed"}.get(row.get("passed", ""), "-"), text])
+    return table("The whole system", ["observation", "check", "numbers"], lines)
 
 
 def _troubles(records: Sequence[Row]) -> str:

@@ -63,9 +63,10 @@ HERE = {
     "cores/patchwise tf32": "core",
     "models/san10_pairwise batch 32 tf32 eager": "model",
     "loader/training": "threads",
+    "system/doctor": "what",
 }
 """Cases of each kind that run in this process, and a field of their rows."""
-STARTED = {"build/kernels": "machine", "training/one worker": "trial_over_plain"}
+STARTED = {"build/kernels": "machine", "system/four trials at once": "top1", "training/one worker": "trial_over_plain"}
 """Cases that `python -m tests.gpu` starts."""
 
 
@@ -77,7 +78,9 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
 
     out = tmp_path_factory.mktemp("small")
     command = [sys.executable, "-m", "tests.gpu", "--device", "cpu", "--out", str(out), "--budget", str(PATIENCE)]
-    done = subprocess.run([*command, "--case", "training/one worker"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, "--case", "training/one worker", "--case", "system/four"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     settings = Settings("cpu", str(tmp_path_factory.mktemp("work")))
