@@ -26,11 +26,11 @@ inline void check_map(const Tensor& x, const char* name) {
   STD_TORCH_CHECK(x.dim() == 4, name, " must have 4 dimensions [N, C, H, W], not ", x.dim());
 }
 
-// Whether the memory format of [N, C, H, W] is channels-last.
+// Whether the memory format of [N, C, H, W] is channels-last. The map may be a slice of one with more channels.
 inline bool is_channels_last(const Tensor& x) {
-  const int64_t C = x.size(1), H = x.size(2), W = x.size(3);
-  return x.stride(1) == 1 && x.stride(3) == C && x.stride(2) == C * W && C > 1 &&
-         (x.size(0) == 1 || x.stride(0) == C * W * H);
+  const int64_t C = x.size(1), H = x.size(2), W = x.size(3), pixel = x.stride(3);
+  return x.stride(1) == 1 && pixel >= C && x.stride(2) == pixel * W && C > 1 &&
+         (x.size(0) == 1 || x.stride(0) == pixel * W * H);
 }
 
 inline void check_same(const Tensor& a, const Tensor& b, const char* names) {

@@ -14,7 +14,7 @@ from san.models.base import BaseModel, StagedSpec
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, SelfAttentionBlock
 from san.nn.depth import Blocks
 from san.nn.inputs import check_map, specialize
-from san.nn.norm import conv_norm_relu, convolve, norm_relu
+from san.nn.norm import activate, conv_norm, conv_norm_relu, convolve, is_plain, norm_relu
 from san.ops.footprint import check_footprint, check_side
 from san.ops.functional import fuses
 from san.ops.tracing import is_traced
@@ -95,7 +95,7 @@ class ScalarSpec(SANSpec):
 
 
 class Stage(nn.Module):
-    """Transition (2x2 max pool, Linear), self-attention blocks, BN, ReLU: [N, C, H, W] to [N, width, H/2, W/2]."""
+    """Linear layer of the transition, self-attention blocks, BN, ReLU: [N, C, H, W] to [N, width, H, W]."""
 
     def __init__(self, width_in: int, width: int, depth: int, footprint: int, spec: SANSpec) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Stage(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        return norm_relu(self.norm, self.relu, self.blocks(convolve(self.linear, max_pool2d(x_NCHW, 2))))
+        return norm_relu(self.norm, self.relu, self.blocks(convolve(self.linear, x_NCHW)))
 
 
 class SAN(BaseModel):
@@ -140,14 +140,19 @@ class SAN(BaseModel):
         is_fused = fuses("pair_weights", x_NCHW)  # the kernels work on channels-last maps
         if is_fused:
             x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
-        x_NCHW = conv_norm_relu(self.stem, self.stem_norm, self.stem_relu, x_NCHW)
+        x_NCHW = self._pooled_stem(x_NCHW)
         if is_fused and self.in_channels == 1:  # images with one channel have both formats, and the stem chooses the other
             x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
-        maps = []
+        maps: list[Tensor] = []
         for name in self.stage_names:
-            x_NCHW = self.get_submodule(name)(x_NCHW)
-            maps.append(x_NCHW)
+            maps.append(self.get_submodule(name)(max_pool2d(maps[-1], 2) if maps else x_NCHW))
         return tuple(maps)
+
+    def _pooled_stem(self, x_NCHW: Tensor) -> Tensor:
+        """The stem and the 2x2 max pool after it, [N, C, H/2, W/2]. ReLU and pool commute, and the pooled map is smaller."""
+        if not is_plain(self.stem_relu, nn.ReLU) or is_traced(x_NCHW):
+            return max_pool2d(conv_norm_relu(self.stem, self.stem_norm, self.stem_relu, x_NCHW), 2)
+        return activate(self.stem_relu, max_pool2d(conv_norm(self.stem, self.stem_norm, x_NCHW), 2), in_place=True)
 
     def parts(self) -> dict[str, list[nn.Module]]:
         stages: dict[str, list[nn.Module]] = {name: [self.get_submodule(name)] for name in self.stage_names}

@@ -14,7 +14,7 @@ from san import ops
 from san.choice import ChoiceError, ModelError, choose
 from san.nn.inputs import check_map, specialize
 from san.nn.mapping import MAPPINGS, Gamma
-from san.nn.norm import convolve, is_plain
+from san.nn.norm import convolve_each, is_plain
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation, compute
 from san.ops.footprint import check_side
@@ -67,7 +67,8 @@ class SelfAttention(nn.Module):
         """phi [N, R, H, W], psi [N, R, H, W] and beta [N, M, H, W]; each Linear layer runs once."""
         check_map(x_NCHW, self.get_submodule("beta"), "x")
         specialize(x_NCHW)
-        maps = {role: convolve(self.get_submodule(role), x_NCHW) for role in dict.fromkeys(self.roles)}
+        layers = list(dict.fromkeys(self.roles))
+        maps = dict(zip(layers, convolve_each([self.get_submodule(role) for role in layers], x_NCHW), strict=True))
         return maps[self.roles[0]], maps[self.roles[1]], maps[self.roles[2]]
 
     def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:

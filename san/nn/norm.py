@@ -6,7 +6,7 @@ hook or of an unexpected type must be called. `san.ops.backend("unfused")` has t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,13 @@ from torch.nn.functional import conv2d, linear, relu
 from torch.nn.modules.module import _has_any_global_hook
 
 from san.nn.folding import kept
+from san.nn.inputs import full_precision
 from san.ops import fused as kernels
 from san.ops.functional import fuses
 from san.ops.tracing import is_traced
+
+MOST_IMAGE_CHANNELS = 4
+"""Maps with so many channels are far smaller than the result of SAN's stem."""
 
 
 def is_plain(layer: nn.Module, *types: type[nn.Module]) -> bool:
@@ -81,7 +85,7 @@ def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
 def _fuses_norm_relu(norm: nn.BatchNorm2d, act: nn.Module, x_NCHW: Tensor) -> bool:
     if not fuses("norm_relu", x_NCHW) or not is_plain(norm, nn.BatchNorm2d) or not is_plain(act, nn.ReLU):
         return False
-    if x_NCHW.dim() != 4 or x_NCHW.numel() == 0 or not x_NCHW.is_contiguous(memory_format=torch.channels_last):
+    if not _is_channels_last(x_NCHW):
         return False
     tensors = x_NCHW, norm.weight, norm.bias, norm.running_mean, norm.running_var
     return all(x is None or x.dtype == torch.float32 for x in tensors)
@@ -114,14 +118,42 @@ def activate(act: nn.Module, x_NCHW: Tensor, in_place: bool) -> Tensor:
 
 
 def convolve(conv: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """conv(x). In training with fewer than 16 images, 1x1 convolutions of channels-last maps on the CPU run as matrix products.
-
-    With one thread, torch would choose a slow path. For larger batches, its convolutions are up to 1.3 times as fast.
-    """
+    """conv(x). 1x1 convolutions of channels-last maps run as matrix products where that is faster."""
     if not isinstance(conv, nn.Conv2d) or not _runs_as_product(conv, x_NCHW):
         y_NCHW: Tensor = conv(x_NCHW)
         return y_NCHW
     return linear(x_NCHW.permute(0, 2, 3, 1), conv.weight.flatten(1), conv.bias).permute(0, 3, 1, 2)
+
+
+def convolve_each(convs: Sequence[nn.Module], x_NCHW: Tensor) -> list[Tensor]:
+    """conv(x) for each convolution. Linear layers of one channels-last map run as one product with all of their weights.
+
+    Then the map is read once, and its gradient is one product instead of a sum of several. The last result is a slice, as
+    aggregation reads it; the others are copied, because the operators on pairs and patches would copy them again and again.
+    """
+    if not _run_as_one(convs, x_NCHW):
+        return [convolve(conv, x_NCHW) for conv in convs]
+    layers = [conv for conv in convs if isinstance(conv, nn.Conv2d)]
+    weight = torch.cat([conv.weight for conv in layers])
+    bias = torch.cat([conv.bias for conv in layers if conv.bias is not None])
+    if _prefers_product(x_NCHW):
+        y_NCHW = linear(x_NCHW.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
+    else:
+        y_NCHW = conv2d(x_NCHW, weight, bias)
+    *others, last = y_NCHW.split([conv.out_channels for conv in layers], 1)
+    return [*(y_NCHW.contiguous(memory_format=torch.channels_last) for y_NCHW in others), last]
+
+
+def _run_as_one(convs: Sequence[nn.Module], x_NCHW: Tensor) -> bool:
+    # In evaluation on a CPU, joining the weights costs more than it saves.
+    if len(convs) < 2 or not _computes_products(x_NCHW) or not _is_channels_last(x_NCHW):
+        return False
+    return all(isinstance(c, nn.Conv2d) and is_plain(c, nn.Conv2d) and is_pointwise(c) and c.bias is not None for c in convs)
+
+
+def _is_channels_last(x_NCHW: Tensor) -> bool:
+    """Whether it is a channels-last map with pixels."""
+    return x_NCHW.dim() == 4 and x_NCHW.numel() > 0 and x_NCHW.is_contiguous(memory_format=torch.channels_last)
 
 
 def is_pointwise(conv: nn.Conv2d) -> bool:
@@ -130,15 +162,30 @@ def is_pointwise(conv: nn.Conv2d) -> bool:
 
 
 def _runs_as_product(conv: nn.Conv2d, x_NCHW: Tensor) -> bool:
-    if not torch.is_grad_enabled() or not fuses("norm_relu", x_NCHW) or not is_plain(conv, nn.Conv2d):
+    if not _computes_products(x_NCHW) or not is_plain(conv, nn.Conv2d) or not is_pointwise(conv):
         return False
-    if x_NCHW.dim() != 4 or len(x_NCHW) >= 16 or x_NCHW.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
-        return False
-    return is_pointwise(conv) and x_NCHW.is_contiguous(memory_format=torch.channels_last)
+    return _is_channels_last(x_NCHW) and _prefers_product(x_NCHW)
+
+
+def _computes_products(x_NCHW: Tensor) -> bool:
+    """Whether convolutions may be replaced. In evaluation on a CPU, torch's are best."""
+    return not is_traced(x_NCHW) and (x_NCHW.is_cuda or torch.is_grad_enabled()) and fuses("norm_affine", x_NCHW)
+
+
+def _prefers_product(x_NCHW: Tensor) -> bool:
+    """Whether Linear layers of a channels-last map are faster as matrix products.
+
+    On a GPU, cuDNN would add a bias in a pass of its own. On the CPU, torch would choose a slow convolution in training with
+    few images and one thread; with more images, it is up to 1.3 times as fast as a product.
+    """
+    if x_NCHW.is_cuda:
+        return True
+    return len(x_NCHW) < 16 and x_NCHW.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
 
 
 def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """norm(conv(x)). In evaluation, the BatchNorm is folded into the convolution, which saves a pass over the map."""
+    """norm(conv(x)). The BatchNorm is folded into the convolution in evaluation, and in training if the convolution is a Linear
+    layer for the pixels of images. This saves passes over the map."""
     if isinstance(norm, nn.BatchNorm2d) and _folds(conv, norm, x_NCHW):
         return _folded(conv, norm, x_NCHW)
     y_NCHW: Tensor = norm(convolve(conv, x_NCHW))
@@ -146,7 +193,7 @@ def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
 
 
 def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """act(norm(conv(x))), with the norm folded in evaluation."""
+    """act(norm(conv(x))), with the norm folded as in `conv_norm`."""
     if isinstance(norm, nn.BatchNorm2d) and _folds(conv, norm, x_NCHW):
         return activate(act, _folded(conv, norm, x_NCHW), in_place=True)
     return norm_relu(norm, act, convolve(conv, x_NCHW))
@@ -155,7 +202,8 @@ def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Ten
 def _folds(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
     if not fuses("norm_affine", x_NCHW) or not is_plain(conv, nn.Conv2d) or not is_plain(norm, nn.BatchNorm2d):
         return False
-    if uses_batch(norm):
+    is_stem = is_pointwise(conv) and conv.bias is None and conv.in_channels <= MOST_IMAGE_CHANNELS and x_NCHW.numel() > 0
+    if uses_batch(norm) and not is_stem:
         return False
     device = x_NCHW.device.type
     computed_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else conv.weight.dtype
@@ -164,6 +212,8 @@ def _folds(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
 
 
 def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
+    if uses_batch(norm):
+        return _folded_for_batch(conv, norm, x_NCHW)
     dtype = conv.weight.dtype
 
     def folded() -> tuple[Tensor, Tensor]:
@@ -173,6 +223,33 @@ def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
 
     weight, bias = kept(conv, conv.weight, None, folded)
     return conv2d(x_NCHW, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def _folded_for_batch(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
+    """u = W x has the mean W mean(x) and the covariance W cov(x) W^T, so the norm is known before u, a far larger map.
+
+    The images are centered, so that those with a large mean and a small variance keep their digits.
+    """
+    x_NHWc, W_Cc = x_NCHW.permute(0, 2, 3, 1), conv.weight.flatten(1)
+    values = x_NCHW.numel() // x_NCHW.shape[1]
+    wide = torch.promote_types(W_Cc.dtype, torch.float32)
+    with full_precision(x_NCHW.device.type):
+        mean_c = x_NHWc.mean((0, 1, 2), dtype=torch.float64)
+        center_c = mean_c.to(wide)
+        x_NPc = (x_NHWc.to(wide) - center_c).flatten(1, 2)
+        rest_c = mean_c - center_c  # what `wide` cannot represent
+        square_cc = (x_NPc.mT @ x_NPc).sum(0, dtype=torch.float64)
+
+        def statistics() -> tuple[Tensor, Tensor]:
+            covariance_cc = square_cc / values - torch.outer(rest_c, rest_c)
+            return W_Cc.double() @ mean_c, (W_Cc.double() @ covariance_cc * W_Cc).sum(1)
+
+        _, scale_C, shift_C = affine_of(norm, values, torch.float64, statistics)
+        weight_Cc = W_Cc * scale_C[:, None]
+        bias_C = shift_C - weight_Cc @ rest_c
+    dtype = W_Cc.dtype
+    y_NPC = linear(x_NPc.to(dtype), weight_Cc.to(dtype), bias_C.to(dtype))
+    return y_NPC.unflatten(1, x_NCHW.shape[2:]).permute(0, 3, 1, 2)
 
 
 def no_statistics() -> tuple[Tensor, Tensor]:

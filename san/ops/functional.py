@@ -128,8 +128,7 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
     y_NCHW: Tensor = aggregate(beta_NCHW, weight_NGKP, kernel_size)
     if _is_transformed():  # vmap knows no memory formats
         return y_NCHW
-    is_channels_last = not beta_NCHW.is_contiguous() and beta_NCHW.is_contiguous(memory_format=torch.channels_last)
-    return y_NCHW.contiguous(memory_format=torch.channels_last) if is_channels_last else y_NCHW
+    return y_NCHW.contiguous(memory_format=torch.channels_last) if library.is_channels_last(beta_NCHW) else y_NCHW
 
 
 def fuses(operator: str, x: Tensor) -> bool:

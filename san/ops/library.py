@@ -117,10 +117,16 @@ def _like(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in tensors)
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Whether a map [N, C, H, W] is channels-last; it may be a slice of one with more channels. As in cuda_ext/check.h."""
+    (N, C, H, W), pixel = x.shape, x.stride(3)
+    is_image = x.stride(1) == 1 and pixel >= C and x.stride(2) == pixel * W and C > 1
+    return is_image and (N == 1 or x.stride(0) == pixel * W * H)
+
+
 def _in_map_format(beta: Tensor) -> Tensor:
-    """Like `beta` if it is channels-last, otherwise contiguous."""
-    is_channels_last = beta.is_contiguous(memory_format=torch.channels_last) and not beta.is_contiguous()
-    return torch.empty_like(beta, memory_format=torch.channels_last if is_channels_last else torch.contiguous_format)
+    """An empty map like beta, which is channels-last if beta is, otherwise contiguous."""
+    return torch.empty_like(beta, memory_format=torch.channels_last if is_channels_last(beta) else torch.contiguous_format)
 
 
 def _aggregated(beta: Tensor, weight: Tensor, kernel_size: int) -> Tensor:

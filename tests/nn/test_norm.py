@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import san
 from san import ops
-from san.nn.norm import conv_norm, conv_norm_relu, convolve, norm_relu
+from san.nn.norm import conv_norm, conv_norm_relu, convolve, convolve_each, norm_relu
 from san.ops import fused
 
 pytestmark = pytest.mark.every_isa
@@ -255,3 +255,109 @@ def test_folded_norm_follows_changes(change: str) -> None:
             conv.weight.data.mul_(2)
         norm.eval()
         torch.testing.assert_close(conv_norm_relu(conv, norm, nn.ReLU(), x_NCHW), norm(conv(x_NCHW)).relu())
+
+
+def stem(images: int = 3, mean: float = 0, deviation: float = 1) -> tuple[nn.Conv2d, nn.BatchNorm2d, Tensor]:
+    """Float64 layers as in SAN's stem, with weights that are float32 numbers, and images."""
+    torch.manual_seed(1)
+    conv, norm = nn.Conv2d(images, 16, 1, bias=False), nn.BatchNorm2d(16)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x_NCHW = (mean + deviation * torch.randn(4, images, 9, 10)).contiguous(memory_format=torch.channels_last)
+    return conv.double(), norm.double(), x_NCHW.double()
+
+
+def trained(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor, backend: ops.Backend = "auto") -> list[Tensor]:
+    """Result, gradients and running statistics of one step in training."""
+    conv, norm, x_NCHW = copy.deepcopy(conv), copy.deepcopy(norm), x_NCHW.clone().requires_grad_()
+    with ops.backend(backend):
+        y_NCHW = conv_norm(conv, norm, x_NCHW)
+    torch.manual_seed(2)
+    grad_NCHW = torch.randn(y_NCHW.shape).to(y_NCHW.dtype)
+    gradients = torch.autograd.grad(y_NCHW, [x_NCHW, *conv.parameters(), *norm.parameters()], grad_NCHW)
+    return [y_NCHW, *gradients, *norm.buffers()]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("tracks", [True, False], ids=["running statistics", "none"])
+@pytest.mark.parametrize("images", [1, 3, 4])
+def test_norm_of_the_stem_follows_from_the_images(images: int, tracks: bool, momentum: float | None) -> None:
+    conv, norm, x_NCHW = stem(images)
+    other = nn.BatchNorm2d(16, momentum=momentum, track_running_stats=tracks).double()
+    other.load_state_dict(norm.state_dict(), strict=tracks)
+    torch.testing.assert_close(trained(conv, other, x_NCHW), trained(conv, other, x_NCHW, "reference"), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("mean, deviation", [(0, 1), (1e3, 1e-2), (-1e5, 1)])
+def test_stem_keeps_the_digits_of_images_with_a_large_mean(mean: float, deviation: float) -> None:
+    conv, norm, x_NCHW = stem(mean=mean, deviation=deviation)
+    wanted = trained(conv, norm, x_NCHW, "reference")
+    found = trained(conv.float(), norm.float(), x_NCHW.float())
+    for x, exact in zip(found, wanted, strict=True):
+        largest = float(exact.detach().abs().max())
+        torch.testing.assert_close(x.double(), exact.double(), rtol=0, atol=1e-5 * largest)
+
+
+def test_stem_of_bfloat16_is_as_exact_as_its_layers_one_by_one() -> None:
+    conv, norm, x_NCHW = stem()
+    exact = trained(conv, norm, x_NCHW, "reference")[0].detach()
+    for model_is_half in (False, True):
+        dtype = torch.bfloat16 if model_is_half else torch.float32
+        errors = []
+        for backend in ("auto", "reference"):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not model_is_half):
+                y_NCHW = trained(conv.to(dtype), norm.to(dtype), x_NCHW.to(dtype), backend)[0]
+            errors.append(float((y_NCHW.detach().double() - exact).square().mean().sqrt()))
+        assert y_NCHW.dtype == torch.bfloat16
+        assert errors[0] <= 1.2 * errors[1]
+
+
+@pytest.mark.parametrize("change", ["a hook on the convolution", "a hook on the norm", "3x3", "float16", "an empty batch"])
+def test_other_stems_run_one_by_one(change: str) -> None:
+    conv, norm, x_NCHW = stem()
+    if change == "3x3":
+        conv = nn.Conv2d(3, 16, 3, bias=False).double()
+    elif change == "float16":
+        conv, norm, x_NCHW = conv.half(), norm.half(), x_NCHW.half()
+    elif change == "an empty batch":
+        x_NCHW = x_NCHW[:0]
+    wanted, called = copy.deepcopy(norm)(conv(x_NCHW)), list[nn.Module]()
+    if change.startswith("a hook"):
+        hooked = conv if change.endswith("convolution") else norm
+        hooked.register_forward_hook(lambda module, inputs, output: called.append(module))
+    assert torch.equal(conv_norm(conv, norm, x_NCHW), wanted)
+    assert len(called) == change.startswith("a hook")
+
+
+@pytest.mark.parametrize("images", [2, 16])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_convolutions_of_one_map_run_as_one_product(training: bool, images: int) -> None:
+    torch.manual_seed(0)
+    convs = [nn.Conv2d(8, channels, 1) for channels in (2, 1, 4)]
+    x_NCHW = torch.randn(images, 8, 5, 6).contiguous(memory_format=torch.channels_last).requires_grad_()
+    parameters = [x_NCHW, *(p for conv in convs for p in conv.parameters())]
+    with torch.set_grad_enabled(training):
+        found, wanted = convolve_each(convs, x_NCHW), [conv(x_NCHW) for conv in convs]
+        torch.testing.assert_close(found, wanted)
+    if training:
+        *others, last = found
+        assert last.stride(3) == 7 and all(y.is_contiguous(memory_format=torch.channels_last) for y in others)
+        gradients = (torch.autograd.grad(sum(y.square().sum() for y in ys), parameters) for ys in (found, wanted))
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("change", ["a hook", "another layer", "no bias", "layout", "3x3", "an empty map"])
+def test_other_convolutions_of_one_map_are_called(change: str) -> None:
+    convs: list[nn.Module] = [nn.Conv2d(8, channels, 1, bias=change != "no bias") for channels in (2, 4)]
+    x_NCHW = torch.randn(0 if change == "an empty map" else 2, 8, 5, 6)
+    x_NCHW = x_NCHW if change == "layout" else x_NCHW.contiguous(memory_format=torch.channels_last)
+    called: list[nn.Module] = []
+    if change == "a hook":
+        convs[0].register_forward_hook(lambda module, inputs, output: called.append(module))
+    elif change == "another layer":
+        convs[1] = nn.Identity()
+    elif change == "3x3":
+        convs[1] = nn.Conv2d(8, 4, 3)
+    for y_NCHW, conv in zip(convolve_each(convs, x_NCHW), convs, strict=True):
+        torch.testing.assert_close(y_NCHW, conv.forward(x_NCHW))
+    assert len(called) == (change == "a hook")
