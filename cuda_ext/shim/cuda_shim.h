@@ -122,6 +122,7 @@ inline bool __any_sync(unsigned mask, bool value) {
   return any != 0;
 }
 
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline uint32_t __float_as_uint(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));

@@ -75,7 +75,7 @@ def _update_running_stats(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, value
 
 
 def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
-    """act(norm(x)), where `act` is a ReLU or what replaced it. Ordinary layers run fused on channels-last float32 maps."""
+    """act(norm(x)), where `act` is a ReLU or what replaced it. Ordinary layers run fused on channels-last maps."""
     if isinstance(norm, nn.BatchNorm2d) and _fuses_norm_relu(norm, act, x_NCHW):
         return _fused_norm_relu(norm, x_NCHW)
     # A plain norm's output may be overwritten: no hook can have kept it, and it is not x itself.
@@ -87,7 +87,9 @@ def _fuses_norm_relu(norm: nn.BatchNorm2d, act: nn.Module, x_NCHW: Tensor) -> bo
         return False
     if not _is_channels_last(x_NCHW):
         return False
-    tensors = x_NCHW, norm.weight, norm.bias, norm.running_mean, norm.running_var
+    if x_NCHW.dtype != torch.float32 and not (x_NCHW.is_cuda and x_NCHW.dtype == torch.bfloat16):
+        return False
+    tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
     return all(x is None or x.dtype == torch.float32 for x in tensors)
 
 
@@ -95,8 +97,8 @@ def _fused_norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
     values = x_NCHW.numel() // x_NCHW.shape[1]
     if uses_batch(norm):
         _require_several(values)
-    weight = x_NCHW.new_ones(norm.num_features) if norm.weight is None else norm.weight
-    bias = x_NCHW.new_zeros(norm.num_features) if norm.bias is None else norm.bias
+    weight = x_NCHW.new_ones(norm.num_features, dtype=torch.float32) if norm.weight is None else norm.weight
+    bias = x_NCHW.new_zeros(norm.num_features, dtype=torch.float32) if norm.bias is None else norm.bias
     statistics = (None, None) if uses_batch(norm) else (norm.running_mean, norm.running_var)
     y_NCHW, mean, var = kernels.norm_relu(x_NCHW, weight, bias, *statistics, norm.eps)
     if norm.training and norm.track_running_stats:

@@ -82,9 +82,9 @@ def patch_linear(center_NCHW: Tensor, around_NRHW: Tensor, norm: Tensor, weight:
 def norm_relu(
     x_NCHW: Tensor, weight_C: Tensor, bias_C: Tensor, mean_C: Tensor | None, var_C: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(batch_norm(x)) of a float32 map, [N, C, H, W] and channels-last, and the mean and biased variance in float64.
+    """relu(batch_norm(x)) of a channels-last map, [N, C, H, W], and the mean and biased variance in float64.
 
-    Without `mean` and `var`, the statistics are those of x. Runs on the CPU only.
+    Without `mean` and `var`, the statistics are those of x. The map is float32, on a GPU also bfloat16.
     """
     _load()
     x_NHWC = x_NCHW.permute(0, 2, 3, 1).contiguous()

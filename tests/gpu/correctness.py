@@ -129,6 +129,18 @@ def operators(settings: Settings) -> Iterator[Row]:
         yield check_case(operator, case, torch.float32, settings, swap=True)
 
 
+def norm_relu(settings: Settings) -> Iterator[Row]:
+    from tests.ops.test_norm_relu import SHAPES, doubled, on_gpu, reference, results, sample
+
+    allowed = {torch.float32: [1e-5, 2e-4, 2e-4, 2e-4], torch.bfloat16: [1e-2] * 4}
+    for shape, of_batch, dtype in itertools.product(SHAPES, (True, False), allowed):
+        x_NCHW, *others = (x if x is None else x.to(settings.device) for x in sample(shape, of_batch))
+        assert x_NCHW is not None
+        inputs: Any = (x_NCHW.to(dtype), *others)
+        name = f"norm_relu, {dtype}, {shape}, {'batch' if of_batch else 'running'} statistics"
+        yield checks(name, on_gpu(kernels(settings), inputs), results(reference, doubled(inputs)), allowed[dtype])
+
+
 def check_module(kind: str, settings: Settings) -> Iterator[Row]:
     """Checks one kind of attention: float64, float32, autocast, channels_last."""
     for training in (True, False):
@@ -370,6 +382,7 @@ ALL = [
         for precisions, priority in ((["float32", "tf32", "bfloat16"], 10), (["float16"], 50))
     ),
     _case("operators", operators, 13),
+    _case("norm_relu", norm_relu, 13),
     _case("golden numbers", golden, 12),
     *(_case(name, partial(models, name), 13) for name in NETWORKS),
     *(_case(f"{name} compiled", partial(compiled, name), 27, 240) for name in NETWORKS),

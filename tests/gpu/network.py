@@ -1,17 +1,24 @@
-"""Where the time of a training step goes: a CUDA graph of it, replayed under torch's profiler, by class of kernel."""
+"""Where the time of a training step goes, and what single optimizations save.
+
+The step is a CUDA graph, replayed under torch's profiler. Variants without an optimization take turns with it. On a CPU, they
+have no meaning, because each step chooses its optimizations, and kernels take no time.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from san.nn import norm
 from tests.gpu.build import kernels
-from tests.gpu.case import Case, Row, Settings, SkipCase
+from tests.gpu.case import Case, Row, Settings
 from tests.gpu.models import Network, Setting
 from tests.gpu.timing import Call, captured, measure, spread, under
 
@@ -33,31 +40,44 @@ CLASSES = {
 }
 
 
+def never(*_: object) -> bool:
+    return False
+
+
+VARIANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "as it is": nullcontext,
+    "norms, then ReLUs": partial(patch.object, norm, "_fuses_norm_relu", never),
+    "the stem's norm as any other": partial(patch.object, norm, "_folds", never),
+    "one convolution at a time": partial(patch.object, norm, "_run_as_one", never),
+    "1x1 convolutions by cuDNN": partial(patch.object, norm, "_computes_products", never),
+    "cudnn.benchmark": partial(torch.backends.cudnn.flags, enabled=True, benchmark=True),
+}
+"""How a step is captured."""
+
+
 def class_of(kernel: str) -> str:
     return next((name for name, pattern in CLASSES.items() if re.search(pattern, kernel)), "other")
 
 
 def step(name: str, precision: str, settings: Settings) -> Call:
-    """A training step of 32 images as a CUDA graph."""
+    """A training step of 32 images, on a GPU as a CUDA graph."""
     network = Network(name, Setting(32, precision, "graphs"), settings)
-    return captured(under("auto", precision, settings.device, network.train))[0]
+    call = under("auto", precision, settings.device, network.train)
+    return captured(call)[0] if settings.on_gpu else call
 
 
 def profiled(name: str, precision: str, settings: Settings) -> Iterator[Row]:
     """Milliseconds and launches of each class in a step, the slowest kernels, and the time in which no kernel runs."""
-    if not settings.on_gpu:
-        raise SkipCase("needs a GPU")
     kernels(settings)
-    times = {}
-    for benchmark in (False, True):
-        torch.backends.cudnn.benchmark = benchmark
-        call = step(name, precision, settings)
-        times[benchmark] = spread(measure({"step": call}, settings, 5)["step"])
-        if benchmark:
-            break
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(REPLAYS):
-                call()
+    calls: dict[str, Call] = {}
+    for variant, changed in VARIANTS.items():
+        with changed():
+            calls[variant] = step(name, precision, settings)
+    times = measure(calls, settings, 5)
+    with profile(activities=[ProfilerActivity.CUDA if settings.on_gpu else ProfilerActivity.CPU]) as profiler:
+        for _ in range(REPLAYS):
+            calls["as it is"]()
+        if settings.on_gpu:
             torch.cuda.synchronize()
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
@@ -71,8 +91,10 @@ def profiled(name: str, precision: str, settings: Settings) -> Iterator[Row]:
     for event in events[:SLOWEST]:
         kernel = re.sub(r"void |[\w:]*\(anonymous namespace\)::|at::native::", "", event.key)[:160]
         yield named | {"kernel": kernel, "launches": event.count / REPLAYS, "ms": event.self_device_time_total / 1000 / REPLAYS}
-    busy = sum(milliseconds for milliseconds, _ in totals.values())
-    yield named | {"step_ms": times[False], "with_cudnn_benchmark_ms": times[True], "idle_ms": times[False][0] - busy}
+    idle = spread(times["as it is"])[0] - sum(milliseconds for milliseconds, _ in totals.values())
+    yield named | {"class": "idle", "ms": round(idle, 3), "launches": 0}
+    for variant, found in times.items():
+        yield named | {"variant": variant, "ms": spread(found)}
 
 
 ALL = [

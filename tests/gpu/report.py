@@ -119,9 +119,8 @@ def _network(records: Sequence[Row]) -> str:
         named = [row["network"], row["precision"]]
         if "class" in row:
             lines.append([*named, row["class"], f"{row['ms']:.2f}", f"{row['launches']:g}"])
-        elif "step_ms" in row:
-            lines.append([*named, "whole step", ranged(row["step_ms"]), "-"])
-            lines.append([*named, "with cudnn.benchmark", ranged(row["with_cudnn_benchmark_ms"]), "-"])
+        elif "variant" in row:
+            lines.append([*named, f"whole step: {row['variant']}", ranged(row["ms"]), "-"])
     return table("A training step of 32 images", ["network", "precision", "kernels", "ms", "launches"], lines)
 
 

@@ -62,6 +62,8 @@ HERE = {
     "correctness/modules 1 of 2": "check",
     "cores/patchwise tf32": "core",
     "models/san10_pairwise batch 32 tf32 eager": "model",
+    "correctness/norm_relu": "check",
+    "network/san10_patchwise tf32": "variant",
     "loader/training": "threads",
     "system/doctor": "what",
 }

@@ -1,9 +1,10 @@
-"""BatchNorm and ReLU in one operator on the CPU: results, gradients, registration, reproducibility, extreme values."""
+"""BatchNorm and ReLU in one operator: results, gradients, registration, reproducibility, extreme values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm
 
 from san.ops import fused
-from tests.ops.cases import Tensors, assert_near, differentiated
+from tests.ops.cases import Tensors, assert_near, cotangents, differentiated
 from tests.ops.threads import assert_same_bits_with_any_number_of_threads
 
 # One pixel per row of the kernel or many, whole rows or not, and several tasks.
@@ -35,7 +36,7 @@ def reference(x_NCHW: Tensor, weight: Tensor, bias: Tensor, mean: Tensor | None,
 
 
 def computed(*inputs: Tensor | None) -> Tensor:
-    return fused.norm_relu(*inputs, 1e-5)[0]  # type: ignore[arg-type]
+    return fused.norm_relu(*inputs, 1e-5)[0]  # type: ignore[arg-type, call-arg]
 
 
 def results(function: Callable[..., Tensor], inputs: Inputs) -> Tensors:
@@ -99,7 +100,7 @@ def test_gradients_can_be_differentiated(of_batch: bool) -> None:
         leaves = [x.detach().requires_grad_() for x in inputs[:3] if x is not None]
         y_NCHW = function(*leaves, *inputs[3:])
         grads = torch.autograd.grad(y_NCHW.square().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+        return torch.autograd.grad(torch.stack([g.square().sum() for g in grads]).sum(), leaves)
 
     inputs = sample((2, 5, 6, 6), of_batch)
     with pytest.warns(UserWarning, match="create_graph"):
@@ -138,3 +139,74 @@ def test_rejects_vectors_of_the_wrong_size() -> None:
     for wrong in ((x_NCHW.double(), weight, bias), (x_NCHW, weight[1:], bias), (x_NCHW, weight, bias[None])):
         with pytest.raises(RuntimeError, match="x must be a float32 map"):
             fused.norm_relu(*wrong, None, None, 1e-5)
+
+
+def on_gpu(shim: Any, inputs: Inputs) -> Tensors:
+    """As `results`, by the CUDA sources."""
+    x_NCHW, weight, bias, *running = inputs
+    x_NHWC = x_NCHW.permute(0, 2, 3, 1)
+    y_NHWC, mean, var = shim.norm_relu(x_NHWC, weight, bias, *running, 1e-5)
+    (grad_NCHW,) = cotangents((y_NHWC.permute(0, 3, 1, 2),))
+    grad_NHWC = grad_NCHW.to(x_NHWC.dtype).permute(0, 2, 3, 1)
+    of_x, *others = shim.norm_relu_backward(grad_NHWC, x_NHWC, weight, bias, mean, var, 1e-5, running[0] is None)
+    return y_NHWC.permute(0, 3, 1, 2), of_x.permute(0, 3, 1, 2), *others
+
+
+@pytest.mark.parametrize("mean", [0.5, 1e4], ids=str)
+@both_statistics
+def test_gpu_matches_torch(of_batch: bool, mean: float, shim: Any) -> None:
+    for shape in SHAPES:
+        inputs = sample(shape, of_batch, mean)
+        assert_near(on_gpu(shim, inputs), results(reference, doubled(inputs)), 2e-6, shape)
+
+
+@both_statistics
+def test_gpu_takes_bfloat16_maps(of_batch: bool, shim: Any) -> None:
+    for shape in SHAPES:
+        x_NCHW, *others = sample(shape, of_batch)
+        inputs: Inputs = (x_NCHW.bfloat16(), *others)  # type: ignore[assignment]
+        got, want = on_gpu(shim, inputs), results(reference, doubled(inputs))
+        assert [x.dtype for x in got] == [torch.bfloat16] * 2 + [torch.float32] * 2
+        assert_near(got, want, 1e-2, shape)
+        assert_near(got[2:], want[2:], 5e-3, shape)  # of gradients rounded to bfloat16
+
+
+def test_gpu_statistics_with_an_outlier_in_the_first_pixel(shim: Any) -> None:
+    x_NCHW, weight, bias, *_ = sample((2, 8, 9, 9))
+    x_NCHW[0, :, 0, 0] = 1e5
+    _, mean, var = shim.norm_relu(x_NCHW.permute(0, 2, 3, 1), weight, bias, None, None, 1e-5)
+    exact = x_NCHW.double()
+    torch.testing.assert_close(mean, exact.mean((0, 2, 3)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(var, exact.var((0, 2, 3), correction=0), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e15], ids=str)
+@both_statistics
+def test_gpu_treats_extreme_pixels_as_torch_does(value: float, of_batch: bool, shim: Any) -> None:
+    for pixel in (0, 3):
+        inputs = sample(of_batch=of_batch)
+        inputs[0][0, 1, 0, pixel] = value
+        for a, b in zip(on_gpu(shim, inputs), results(reference, doubled(inputs)), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_order_of_gpu_blocks_does_not_change_bits(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = sample((3, 100, 7, 7))
+    first = on_gpu(shim, inputs)
+    monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
+    assert all(map(torch.equal, first, on_gpu(shim, inputs)))
+
+
+def test_gpu_accepts_empty_and_unaligned_maps(shim: Any) -> None:
+    x_NCHW, weight, bias, *_ = sample((2, 8, 3, 4))
+    unaligned = torch.empty(x_NCHW.numel() + 1)[1:].view(2, 3, 4, 8).permute(0, 3, 1, 2).copy_(x_NCHW)
+    got, want = (on_gpu(shim, (x, weight, bias, None, None)) for x in (unaligned, x_NCHW))
+    assert_near(got, tuple(x.double() for x in want), 1e-6)
+    assert [len(x) for x in on_gpu(shim, (x_NCHW[:0], weight, bias, None, None))] == [0, 0, 8, 8]
+
+
+def test_gpu_rejects_other_types_and_sizes(shim: Any) -> None:
+    x_NHWC, weight, bias = torch.ones(2, 3, 4, 8), torch.ones(8), torch.ones(8)
+    for wrong in ((x_NHWC.double(), weight, bias), (x_NHWC.half(), weight, bias), (x_NHWC, weight[1:], bias)):
+        with pytest.raises(RuntimeError, match="x must be a float32 or bfloat16 map"):
+            shim.norm_relu(*wrong, None, None, 1e-5)

@@ -1,0 +1,338 @@
+// BatchNorm and ReLU of channels-last maps in one operator, forward and backward. Definition:
+// san/ops/fused_reference.py.
+//
+// Both read their maps twice, first for sums over all pixels. A thread keeps its channels and visits every few pixels.
+// Its sums are float, of distances from a typical value; they are added in double, always in the same order.
+#include <optional>
+#include <tuple>
+
+#include "sums.cuh"
+
+namespace san::cuda {
+namespace {
+
+using torch::headeronly::BFloat16;
+
+constexpr int kMostLanes = 64;
+
+// How threads divide a map of `pixels` rows of `channels` values. `lanes` neighbors of a block have groups of kWidth
+// channels of the same pixel; a block has one `tile` of groups and one slice of the pixels.
+struct Layout {
+  int64_t pixels;
+  int channels, groups, lanes, rows, tiles, slices;
+
+  Layout(int64_t pixels, int64_t channels, int width)
+      : pixels(pixels),
+        channels(static_cast<int>(channels)),
+        groups(static_cast<int>(channels) / width),
+        lanes(std::min(groups, kMostLanes)),
+        rows(kThreads / lanes),
+        tiles((groups + lanes - 1) / lanes),
+        slices(static_cast<int>(
+            std::max<int64_t>(1, std::min(2 * wanted_sum_blocks() / tiles, (pixels + rows - 1) / rows)))) {}
+
+  int blocks() const { return tiles * slices; }
+};
+
+// A thread's first channel, and its pixels.
+template <int kWidth>
+struct Own {
+  int lane, row, channel, slice;
+  bool exists;
+
+  __device__ __forceinline__ explicit Own(const Layout& layout)
+      : lane(threadIdx.x % layout.lanes), row(threadIdx.x / layout.lanes) {
+    const int group = static_cast<int>(blockIdx.x) % layout.tiles * layout.lanes + lane;
+    slice = blockIdx.x / layout.tiles, channel = group * kWidth;
+    exists = group < layout.groups && row < layout.rows;
+  }
+
+  // Calls visit(index of the pixel's first value).
+  template <class Visit>
+  __device__ __forceinline__ void for_each_pixel(const Layout& layout, const Visit& visit) const {
+    if (!exists) return;
+    const int64_t step = int64_t(layout.slices) * layout.rows;
+    for (int64_t pixel = int64_t(slice) * layout.rows + row; pixel < layout.pixels; pixel += step) {
+      visit(pixel * layout.channels + channel);
+    }
+  }
+};
+
+// A value near most values of a channel: sums of squares of distances from an outlier would cancel.
+template <class T>
+struct Origin {
+  const T* x;
+  int64_t pixels;
+  int channels;
+
+  __device__ __forceinline__ float operator()(int c) const {
+    return middle_of_three([&](int i) { return static_cast<float>(x[(pixels - 1) / 2 * i * channels + c]); });
+  }
+};
+
+// The parameters and statistics of a norm, and for a thread's channels, the norm as (x - mean) * scale + bias.
+struct Norm {
+  Floats weight, bias, mean, var;
+  double eps;
+
+  __device__ __forceinline__ double deviation(int c) const { return std::sqrt(var.get(c) + eps); }
+};
+
+template <int kWidth>
+struct Affine {
+  float mean[kWidth], scale[kWidth], bias[kWidth];
+
+  __device__ __forceinline__ Affine(const Norm& norm, int channel) {
+    SAN_UNROLL
+    for (int i = 0; i < kWidth; ++i) {
+      const double exact = norm.mean.get(channel + i);
+      // Not in double, whose square root takes many registers.
+      const float inverse = rsqrtf(static_cast<float>(norm.var.get(channel + i) + norm.eps));
+      mean[i] = static_cast<float>(exact), scale[i] = static_cast<float>(norm.weight.get(channel + i)) * inverse;
+      // The bias contains the part of the mean that float32 cannot represent.
+      bias[i] = static_cast<float>(norm.bias.get(channel + i) + (mean[i] - exact) * scale[i]);
+    }
+  }
+
+  __device__ __forceinline__ float operator()(float x, int i) const { return (x - mean[i]) * scale[i] + bias[i]; }
+  // The gradient of the norm's result. Like torch's, it is 0 where the result is not positive, but not where it is NaN.
+  __device__ __forceinline__ float gradient(float grad, float x, int i) const { return (*this)(x, i) <= 0 ? 0 : grad; }
+};
+
+// Sums of two values of each channel over the block's pixels, to partial [slices, channels, 2].
+template <int kWidth, class Add>
+__device__ __forceinline__ void sum_channels(const Layout& layout, const Own<kWidth>& own, double* partial,
+                                             const Add& add) {
+  float sums[2 * kWidth] = {};
+  own.for_each_pixel(layout, [&](int64_t at) { add(at, sums); });
+  float* shared = reinterpret_cast<float*>(shared_memory_base());  // [rows, lanes, kWidth, 2]
+  SAN_UNROLL
+  for (int k = 0; k < 2 * kWidth; ++k) shared[threadIdx.x * 2 * kWidth + k] = sums[k];
+  __syncthreads();
+  const int columns = layout.lanes * 2 * kWidth, first = (own.channel - own.lane * kWidth) * 2;
+  for (int column = threadIdx.x; column < columns && first + column < 2 * layout.channels; column += kThreads) {
+    double sum = 0;
+    for (int row = 0; row < layout.rows; ++row) sum += shared[row * columns + column];
+    partial[int64_t(own.slice) * 2 * layout.channels + first + column] = sum;
+  }
+}
+
+constexpr size_t bytes_of_sums(int width) { return size_t(kThreads) * 2 * width * sizeof(float); }
+
+// Sums of x - origin and of its square.
+//
+// Predicted for the first norm of SAN10's stage 1 at batch 32 (64 channels, 112x112, float32) on an H100: reads 103 MB;
+// 0.035 ms, of memory bandwidth. The forward kernel after it reads and writes 103 MB: 0.07 ms. Backward, the sums read
+// 206 MB and the gradients as much and write 103 MB: 0.07 and 0.1 ms.
+template <int kWidth, class T>
+__global__ void __launch_bounds__(kThreads)
+    distance_sums_kernel(Layout layout, const T* x, Origin<T> origin, double* partial) {
+  const Own<kWidth> own(layout);
+  float center[kWidth] = {};
+  SAN_UNROLL
+  for (int i = 0; own.exists && i < kWidth; ++i) center[i] = origin(own.channel + i);
+  sum_channels<kWidth>(layout, own, partial, [&](int64_t at, float* sums) {
+    const Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at);
+    SAN_UNROLL
+    for (int i = 0; i < kWidth; ++i) {
+      const float distance = static_cast<float>(values.data[i]) - center[i];
+      sums[2 * i] += distance, sums[2 * i + 1] += distance * distance;
+    }
+  });
+}
+
+template <int kWidth, class T>
+__global__ void __launch_bounds__(kThreads) norm_relu_kernel(Layout layout, const T* x, Norm norm, T* y) {
+  const Own<kWidth> own(layout);
+  if (!own.exists) return;
+  const Affine<kWidth> affine(norm, own.channel);
+  own.for_each_pixel(layout, [&](int64_t at) {
+    Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at);
+    SAN_UNROLL
+    for (int i = 0; i < kWidth; ++i) {
+      const float result = affine(static_cast<float>(values.data[i]), i);
+      values.data[i] = static_cast<T>(result < 0 ? 0 : result);  // NaN stays
+    }
+    values.store(y + at);
+  });
+}
+
+// Sums of the gradient of the norm's result, and of its product with x - mean.
+template <int kWidth, class T>
+__global__ void __launch_bounds__(kThreads)
+    gradient_sums_kernel(Layout layout, const T* grad, const T* x, Norm norm, double* partial) {
+  const Own<kWidth> own(layout);
+  const Affine<kWidth> affine(norm, own.exists ? own.channel : 0);
+  sum_channels<kWidth>(layout, own, partial, [&](int64_t at, float* sums) {
+    const Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at), grads = Pack<kWidth, T>::load(grad + at);
+    SAN_UNROLL
+    for (int i = 0; i < kWidth; ++i) {
+      const float value = static_cast<float>(values.data[i]);
+      const float g = affine.gradient(static_cast<float>(grads.data[i]), value, i);
+      sums[2 * i] += g, sums[2 * i + 1] += g * (value - affine.mean[i]);
+    }
+  });
+}
+
+// Gradients of weight and bias, and the slope and offset [channels, 2] by which the batch's statistics change grad_x.
+struct PlaceGradients {
+  Norm norm;
+  double pixels;
+  Floats to_weight, to_bias;
+  float* rest;
+
+  __device__ __forceinline__ void operator()(int64_t column, const double* sums) const {
+    if (column % 2 == 1) return;
+    const int c = static_cast<int>(column / 2);
+    const double exact = norm.mean.get(c), deviation = norm.deviation(c), scale = norm.weight.get(c) / deviation;
+    const double rounding = static_cast<float>(exact) - exact;  // of the mean in `Affine`
+    const double of_weight = (sums[1] + rounding * sums[0]) / deviation;
+    to_weight.set(c, of_weight), to_bias.set(c, sums[0]);
+    const double slope = -scale * of_weight / deviation / pixels;
+    rest[column] = static_cast<float>(slope);
+    rest[column + 1] = static_cast<float>(slope * rounding - scale * sums[0] / pixels);
+  }
+};
+
+template <int kWidth, class T>
+__global__ void __launch_bounds__(kThreads)
+    norm_relu_gradient_kernel(Layout layout, const T* grad, const T* x, Norm norm, const float* rest, T* grad_x) {
+  const Own<kWidth> own(layout);
+  if (!own.exists) return;
+  const Affine<kWidth> affine(norm, own.channel);
+  const bool of_batch = rest != nullptr;
+  float slope[kWidth] = {}, offset[kWidth] = {};
+  SAN_UNROLL
+  for (int i = 0; of_batch && i < kWidth; ++i) {
+    slope[i] = rest[2 * (own.channel + i)], offset[i] = rest[2 * (own.channel + i) + 1];
+  }
+  own.for_each_pixel(layout, [&](int64_t at) {
+    const Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at);
+    Pack<kWidth, T> grads = Pack<kWidth, T>::load(grad + at);
+    SAN_UNROLL
+    for (int i = 0; i < kWidth; ++i) {
+      const float value = static_cast<float>(values.data[i]);
+      const float g = affine.scale[i] * affine.gradient(static_cast<float>(grads.data[i]), value, i);
+      const float more = (value - affine.mean[i]) * slope[i] + offset[i];  // NaN if the value is infinite
+      grads.data[i] = static_cast<T>(of_batch ? g + more : g);
+    }
+    grads.store(grad_x + at);
+  });
+}
+
+// The mean and the biased variance of each channel.
+template <class T>
+struct PlaceStatistics {
+  Origin<T> origin;
+  double *mean, *var;
+
+  __device__ __forceinline__ void operator()(int64_t column, const double* sums) const {
+    if (column % 2 == 1) return;
+    const int c = static_cast<int>(column / 2);
+    const double count = static_cast<double>(origin.pixels), distance = sums[0] / count;
+    const double variance = sums[1] / count - distance * distance;
+    mean[c] = origin(c) + distance, var[c] = variance < 0 ? 0 : variance;  // NaN stays
+  }
+};
+
+void check_norm_relu(const Tensor& x, std::initializer_list<const Tensor*> vectors) {
+  bool fits = x.dim() == 4 && x.size(3) > 0;
+  for (const Tensor* vector : vectors) fits = fits && vector->dim() == 1 && vector->size(0) == x.size(3);
+  fits = fits && (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16);
+  STD_TORCH_CHECK(fits, "x must be a float32 or bfloat16 map [N, H, W, C], and weight, bias, mean and var must be [C]");
+}
+
+// Calls run with the map's type and the number of channels of a thread: 4 if they can be loaded at once.
+template <class Run>
+void for_type_and_width(const Tensor& x, std::initializer_list<const Tensor*> others, const Run& run) {
+  bool wide = x.size(3) % 4 == 0 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  for (const Tensor* other : others) wide = wide && reinterpret_cast<uintptr_t>(other->const_data_ptr()) % 16 == 0;
+  const auto with_width = [&](auto type) {
+    wide ? run(type, std::integral_constant<int, 4>()) : run(type, std::integral_constant<int, 1>());
+  };
+  x.scalar_type() == ScalarType::Float ? with_width(float()) : with_width(BFloat16());
+}
+
+Tensor doubles_like(const Tensor& x, int64_t size) {
+  return torch::stable::new_empty(x, {size}, std::optional<ScalarType>(ScalarType::Double));
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                             const std::optional<Tensor>& mean, const std::optional<Tensor>& var,
+                                             double eps) {
+  check_norm_relu(x, {&weight, &bias});
+  STD_TORCH_CHECK(mean.has_value() == var.has_value(), "give both mean and var, or neither");
+  if (mean && var) check_norm_relu(x, {&*mean, &*var});
+  const OperatorGuard guard("norm_relu", x);
+  const Tensor map = torch::stable::contiguous(x);
+  const int64_t C = map.size(3), pixels = map.numel() / C;
+  Tensor y = torch::stable::empty_like(map), m = doubles_like(map, C), v = doubles_like(map, C);
+  if (mean && var) torch::stable::copy_(m, *mean), torch::stable::copy_(v, *var);
+  if (map.numel() == 0) return {y, m, v};
+  const Tensor kept[] = {torch::stable::contiguous(weight), torch::stable::contiguous(bias)};
+  const Norm norm{Floats(kept[0]), Floats(kept[1]), Floats(m), Floats(v), eps};
+  const auto stream = current_stream(map);
+  for_type_and_width(map, {&y}, [&](auto type, auto width) {
+    using T = decltype(type);
+    constexpr int kWidth = decltype(width)::value;
+    const Layout layout(pixels, C, kWidth);
+    const T* in = map.const_data_ptr<T>();
+    if (!mean) {
+      const Origin<T> origin{in, pixels, layout.channels};
+      Tensor partial = doubles_like(map, layout.slices * 2 * C);
+      SAN_LAUNCH_SHARED((distance_sums_kernel<kWidth, T>), layout.blocks(), kThreads, bytes_of_sums(kWidth), stream,
+                        layout, in, origin, partial.mutable_data_ptr<double>());
+      sum_rows(PartialSums<double>{partial.const_data_ptr<double>(), 2 * C}, layout.slices, 2 * C,
+               PlaceStatistics<T>{origin, m.mutable_data_ptr<double>(), v.mutable_data_ptr<double>()}, stream);
+    }
+    SAN_LAUNCH((norm_relu_kernel<kWidth, T>), layout.blocks(), kThreads, stream, layout, in, norm,
+               y.mutable_data_ptr<T>());
+  });
+  return {y, m, v};
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                                      const Tensor& bias, const Tensor& mean, const Tensor& var,
+                                                      double eps, bool of_batch) {
+  check_norm_relu(x, {&weight, &bias, &mean, &var});
+  STD_TORCH_CHECK(grad.sizes().vec() == x.sizes().vec() && grad.scalar_type() == x.scalar_type(),
+                  "grad and x must have the same shape and type");
+  const OperatorGuard guard("norm_relu_backward", x);
+  const Tensor map = torch::stable::contiguous(x), grad_y = torch::stable::contiguous(grad);
+  const int64_t C = map.size(3), pixels = map.numel() / C;
+  const Tensor kept[] = {torch::stable::contiguous(weight), torch::stable::contiguous(bias),
+                         torch::stable::contiguous(mean), torch::stable::contiguous(var)};
+  Tensor grad_x = torch::stable::empty_like(map), to_weight = torch::stable::empty_like(kept[0]),
+         to_bias = torch::stable::empty_like(kept[1]);
+  if (map.numel() == 0) {
+    torch::stable::zero_(to_weight), torch::stable::zero_(to_bias);
+    return {grad_x, to_weight, to_bias};
+  }
+  const Norm norm{Floats(kept[0]), Floats(kept[1]), Floats(kept[2]), Floats(kept[3]), eps};
+  const auto stream = current_stream(map);
+  for_type_and_width(map, {&grad_y, &grad_x}, [&](auto type, auto width) {
+    using T = decltype(type);
+    constexpr int kWidth = decltype(width)::value;
+    const Layout layout(pixels, C, kWidth);
+    const T *in = map.const_data_ptr<T>(), *grads = grad_y.const_data_ptr<T>();
+    Tensor partial = doubles_like(map, layout.slices * 2 * C);
+    Tensor rest = torch::stable::new_empty(map, {2 * C}, std::optional<ScalarType>(ScalarType::Float));
+    SAN_LAUNCH_SHARED((gradient_sums_kernel<kWidth, T>), layout.blocks(), kThreads, bytes_of_sums(kWidth), stream,
+                      layout, grads, in, norm, partial.mutable_data_ptr<double>());
+    sum_rows(PartialSums<double>{partial.const_data_ptr<double>(), 2 * C}, layout.slices, 2 * C,
+             PlaceGradients{norm, static_cast<double>(pixels), Floats(to_weight), Floats(to_bias),
+                            rest.mutable_data_ptr<float>()},
+             stream);
+    SAN_LAUNCH((norm_relu_gradient_kernel<kWidth, T>), layout.blocks(), kThreads, stream, layout, grads, in, norm,
+               of_batch ? rest.const_data_ptr<float>() : nullptr, grad_x.mutable_data_ptr<T>());
+  });
+  return {grad_x, to_weight, to_bias};
+}
+
+}  // namespace
+}  // namespace san::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(SAN_LIBRARY, SAN_DEVICE, m) {
+  m.impl("norm_relu", TORCH_BOX(&san::cuda::norm_relu));
+  m.impl("norm_relu_backward", TORCH_BOX(&san::cuda::norm_relu_backward));
+}
