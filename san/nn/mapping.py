@@ -82,8 +82,9 @@ class Gamma(nn.Sequential):
         layers, x = len(self), maps.center
         if not fuses("pair_weights", x) or layers not in (3, 6) or not self._is_plain(layers) or x.numel() == 0:
             return False
-        is_for_cuda = layers == 6 and maps.products == 0 and x.dtype != torch.float64 and x.shape[1] <= MOST_CHANNELS
-        return not x.is_cuda or is_for_cuda
+        norm = self[0]  # has the channels of the position, too, which the maps still lack
+        is_narrow = isinstance(norm, nn.BatchNorm2d) and norm.num_features <= MOST_CHANNELS
+        return not x.is_cuda or (layers == 6 and maps.products == 0 and x.dtype != torch.float64 and is_narrow)
 
     def fuses_patches(self, x_NRHW: Tensor) -> bool:
         """Whether `patch_weights` can replace the first norm, ReLU and Linear."""
@@ -134,7 +135,7 @@ class Gamma(nn.Sequential):
         weight1, bias = linear.weight.flatten(1).to(wide), linear.bias
 
         def statistics() -> tuple[Tensor, Tensor]:
-            mean, covariance = kernels.pair_covariance(center, around, norm, kernel_size, products)
+            mean, covariance = kernels.pair_covariance(center, around, norm, kernel_size, products, to.itemsize == 2)
             with full_precision(center.device.type):
                 mean, var = torch.mv(weight1, mean), torch.mm(weight1, covariance).mul(weight1).sum(1)
             return mean if bias is None else mean + bias, var

@@ -33,11 +33,14 @@ def pair_statistics(center_NdHW: Tensor, around_NdHW: Tensor, kernel_size: int, 
 
 
 def pair_covariance(
-    center_NdHW: Tensor, around_NdHW: Tensor, norm_3d: Tensor, kernel_size: int, products: int = 0
+    center_NdHW: Tensor, around_NdHW: Tensor, norm_3d: Tensor, kernel_size: int, products: int = 0, half: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Mean [d] and biased covariance [d, d] over all pairs of a1 = relu(norm(delta)), with delta as in `pair_statistics`."""
+    """Mean [d] and biased covariance [d, d] over all pairs of a1 = relu(norm(delta)), with delta as in `pair_statistics`.
+
+    With `half`, a GPU may round the factors of products, as for weights of half types.
+    """
     maps = _maps(center_NdHW, around_NdHW, kernel_size)
-    mean, covariance = torch.ops.san.pair_covariance(*maps, norm_3d, kernel_size, products, _may_use_tf32())
+    mean, covariance = torch.ops.san.pair_covariance(*maps, norm_3d, kernel_size, products, half or _may_use_tf32())
     return mean, covariance
 
 
