@@ -74,8 +74,7 @@ patch_linear(Tensor center, Tensor around, Tensor norm, Tensor weight, int kerne
 patch_linear_backward(Tensor grad, Tensor center, Tensor around, Tensor norm, Tensor weight, int kernel_size, bool tf32)
     -> (Tensor, Tensor, Tensor, Tensor)
 
-# BatchNorm and ReLU of a map x [N, H, W, C], which is float32, on GPUs also bfloat16; the other tensors are [C]. Without mean and
-# var, those of x are used
+# BatchNorm and ReLU of a map x [N, H, W, C], float32 or, on GPUs, bfloat16; others are [C]. Without mean and var, x's are used
 # -> relu((x - mean) / sqrt(var + eps) * weight + bias), and the mean and biased variance that were used, in float64
 norm_relu(Tensor x, Tensor weight, Tensor bias, Tensor? mean, Tensor? var, float eps) -> (Tensor, Tensor mean, Tensor var)
 # -> gradients of x, weight, bias; `of_batch`: mean and var are those of x

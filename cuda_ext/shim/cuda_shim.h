@@ -84,6 +84,8 @@ void run_fibers(int blocks, int threads, size_t bytes, const Body& body) {
 // Start of the block's dynamic shared memory.
 inline char* shared_memory_base() { return shared_memory; }
 
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+
 }  // namespace san::cuda
 
 inline void __syncthreads() { san::shim::Scheduler::running().wait(san::shim::State::kAtBlockBarrier); }
@@ -122,7 +124,6 @@ inline bool __any_sync(unsigned mask, bool value) {
   return any != 0;
 }
 
-inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline uint32_t __float_as_uint(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));

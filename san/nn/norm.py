@@ -14,8 +14,8 @@ from torch.nn.functional import conv2d, linear, relu
 from torch.nn.modules.module import _has_any_global_hook
 
 from san.nn.folding import kept
-from san.nn.inputs import full_precision
 from san.ops import fused as kernels
+from san.ops import library
 from san.ops.functional import fuses
 from san.ops.tracing import is_traced
 
@@ -177,12 +177,21 @@ def _computes_products(x_NCHW: Tensor) -> bool:
 def _prefers_product(x_NCHW: Tensor) -> bool:
     """Whether Linear layers of a channels-last map are faster as matrix products.
 
-    On a GPU, cuDNN would add a bias in a pass of its own. On the CPU, torch would choose a slow convolution in training with
-    few images and one thread; with more images, it is up to 1.3 times as fast as a product.
+    On a GPU, cuDNN would add a bias in a pass of its own; but a product must not be slower or less exact because torch's
+    settings allow TF32 in only one of the two. On the CPU, torch would choose a slow convolution in training with few images
+    and one thread; with more images, it is up to 1.3 times as fast as a product.
     """
+    is_single = x_NCHW.dtype == torch.float32 and not torch.is_autocast_enabled(x_NCHW.device.type)
     if x_NCHW.is_cuda:
-        return True
-    return len(x_NCHW) < 16 and x_NCHW.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+        return not is_single or _tf32_is_the_same()
+    return is_single and len(x_NCHW) < 16
+
+
+@library.constant
+def _tf32_is_the_same() -> bool:
+    """Whether torch may use TF32 in both convolutions and matrix products, or in neither."""
+    convolutions = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    return bool((convolutions == "tf32") == (torch.backends.cuda.matmul.fp32_precision == "tf32"))
 
 
 def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
@@ -204,11 +213,13 @@ def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Ten
 def _folds(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
     if not fuses("norm_affine", x_NCHW) or not is_plain(conv, nn.Conv2d) or not is_plain(norm, nn.BatchNorm2d):
         return False
-    is_stem = is_pointwise(conv) and conv.bias is None and conv.in_channels <= MOST_IMAGE_CHANNELS and x_NCHW.numel() > 0
-    if uses_batch(norm) and not is_stem:
-        return False
     device = x_NCHW.device.type
-    computed_in = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else conv.weight.dtype
+    is_autocast = torch.is_autocast_enabled(device)
+    if uses_batch(norm):
+        is_stem = is_pointwise(conv) and conv.bias is None and conv.in_channels <= MOST_IMAGE_CHANNELS and x_NCHW.numel() > 0
+        if not is_stem or not (is_autocast or x_NCHW.dtype == conv.weight.dtype):
+            return False
+    computed_in = torch.get_autocast_dtype(device) if is_autocast else conv.weight.dtype
     # Scaled, weights in float16 can exceed its range.
     return conv.padding_mode == "zeros" and computed_in != torch.float16
 
@@ -230,28 +241,25 @@ def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
 def _folded_for_batch(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
     """u = W x has the mean W mean(x) and the covariance W cov(x) W^T, so the norm is known before u, a far larger map.
 
-    The images are centered, so that those with a large mean and a small variance keep their digits.
+    The images are centered, and the covariance is a float64 product, also under autocast: the colors of most pixels are nearly
+    equal, so that filters for differences of colors would lose their digits in float32, and far more in TF32.
     """
     x_NHWc, W_Cc = x_NCHW.permute(0, 2, 3, 1), conv.weight.flatten(1)
     values = x_NCHW.numel() // x_NCHW.shape[1]
-    wide = torch.promote_types(W_Cc.dtype, torch.float32)
-    with full_precision(x_NCHW.device.type):
-        mean_c = x_NHWc.mean((0, 1, 2), dtype=torch.float64)
-        center_c = mean_c.to(wide)
-        x_NPc = (x_NHWc.to(wide) - center_c).flatten(1, 2)
-        rest_c = mean_c - center_c  # what `wide` cannot represent
-        square_cc = (x_NPc.mT @ x_NPc).sum(0, dtype=torch.float64)
+    mean_c = x_NHWc.mean((0, 1, 2), dtype=torch.float64)
+    x_NHWc = x_NHWc.double() - mean_c
+    x_MPc = x_NHWc.flatten(0, 1) if x_NCHW.is_cuda else x_NHWc.flatten(1, 2)  # many products fill a GPU
+    square_cc = (x_MPc.mT @ x_MPc).sum(0)
 
-        def statistics() -> tuple[Tensor, Tensor]:
-            covariance_cc = square_cc / values - torch.outer(rest_c, rest_c)
-            return W_Cc.double() @ mean_c, (W_Cc.double() @ covariance_cc * W_Cc).sum(1)
+    def statistics() -> tuple[Tensor, Tensor]:
+        return W_Cc.double() @ mean_c, (W_Cc.double() @ (square_cc / values) * W_Cc).sum(1)
 
-        _, scale_C, shift_C = affine_of(norm, values, torch.float64, statistics)
-        weight_Cc = W_Cc * scale_C[:, None]
-        bias_C = shift_C - weight_Cc @ rest_c
-    dtype = W_Cc.dtype
-    y_NPC = linear(x_NPc.to(dtype), weight_Cc.to(dtype), bias_C.to(dtype))
-    return y_NPC.unflatten(1, x_NCHW.shape[2:]).permute(0, 3, 1, 2)
+    _, scale_C, shift_C = affine_of(norm, values, torch.float64, statistics)
+    weight_Cc = W_Cc * scale_C[:, None]
+    x_NHWc, weight_Cc, bias_C = (x.to(W_Cc.dtype) for x in (x_NHWc, weight_Cc, shift_C))
+    if x_NCHW.is_cuda:
+        return linear(x_NHWc, weight_Cc, bias_C).permute(0, 3, 1, 2)
+    return conv2d(x_NHWc.permute(0, 3, 1, 2), weight_Cc[:, :, None, None], bias_C)
 
 
 def no_statistics() -> tuple[Tensor, Tensor]:

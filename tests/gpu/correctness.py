@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import san
 from san import ops
+from san.nn.norm import conv_norm
 from tests.golden.replay import TOLERANCE, errors, replay
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings, SkipCase
@@ -139,6 +140,24 @@ def norm_relu(settings: Settings) -> Iterator[Row]:
         inputs: Any = (x_NCHW.to(dtype), *others)
         name = f"norm_relu, {dtype}, {shape}, {'batch' if of_batch else 'running'} statistics"
         yield checks(name, on_gpu(kernels(settings), inputs), results(reference, doubled(inputs)), allowed[dtype])
+
+
+def stem(settings: Settings) -> Iterator[Row]:
+    """The norm of the stem follows from the images, whose colors are nearly equal. TF32 must not round its statistics."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(3, 64, 1, bias=False).double(), nn.BatchNorm2d(64).double()
+    images = (
+        (torch.randn(8, 1, 64, 64) + 0.01 * torch.randn(8, 3, 64, 64)).double().contiguous(memory_format=torch.channels_last)
+    )
+    with ops.backend("reference"):
+        reference = copy.deepcopy(norm)
+        wanted = conv_norm(conv, reference, images)
+    conv, norm, images = conv.float().to(settings.device), norm.float().to(settings.device), images.float().to(settings.device)
+    found = conv_norm(conv, norm, images)
+    assert isinstance(norm.running_var, Tensor) and isinstance(reference.running_var, Tensor)
+    yield check("stem, result", error(found.cpu(), wanted), 5e-3)
+    yield check("stem, running variance", error(norm.running_var.cpu(), reference.running_var), 1e-6)
 
 
 def check_module(kind: str, settings: Settings) -> Iterator[Row]:
@@ -383,6 +402,7 @@ ALL = [
     ),
     _case("operators", operators, 13),
     _case("norm_relu", norm_relu, 13),
+    _case("stem", stem, 13),
     _case("golden numbers", golden, 12),
     *(_case(name, partial(models, name), 13) for name in NETWORKS),
     *(_case(f"{name} compiled", partial(compiled, name), 27, 240) for name in NETWORKS),

@@ -49,7 +49,7 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "norms, then ReLUs": partial(patch.object, norm, "_fuses_norm_relu", never),
     "the stem's norm as any other": partial(patch.object, norm, "_folds", never),
     "one convolution at a time": partial(patch.object, norm, "_run_as_one", never),
-    "1x1 convolutions by cuDNN": partial(patch.object, norm, "_computes_products", never),
+    "1x1 convolutions by cuDNN": partial(patch.object, norm, "_prefers_product", never),
     "cudnn.benchmark": partial(torch.backends.cudnn.flags, enabled=True, benchmark=True),
 }
 """How a step is captured."""
