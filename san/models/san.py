@@ -95,7 +95,7 @@ class ScalarSpec(SANSpec):
 
 
 class Stage(nn.Module):
-    """Linear layer of the transition, self-attention blocks, BN, ReLU: [N, C, H, W] to [N, width, H, W]."""
+    """Transition (2x2 max pool, Linear), self-attention blocks, BN, ReLU: [N, C, H, W] to [N, width, H/2, W/2]."""
 
     def __init__(self, width_in: int, width: int, depth: int, footprint: int, spec: SANSpec) -> None:
         super().__init__()
@@ -104,7 +104,8 @@ class Stage(nn.Module):
         self.norm = nn.BatchNorm2d(width)
         self.relu = nn.ReLU()
 
-    def forward(self, x_NCHW: Tensor) -> Tensor:
+    def forward(self, x_NCHW: Tensor, is_pooled: bool = False) -> Tensor:
+        x_NCHW = x_NCHW if is_pooled else max_pool2d(x_NCHW, 2)
         return norm_relu(self.norm, self.relu, self.blocks(convolve(self.linear, x_NCHW)))
 
 
@@ -140,19 +141,24 @@ class SAN(BaseModel):
         is_fused = fuses("pair_weights", x_NCHW)  # the kernels work on channels-last maps
         if is_fused:
             x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
-        x_NCHW = self._pooled_stem(x_NCHW)
+        is_pooled = self._pools_before_relu(x_NCHW)
+        if is_pooled:
+            pooled_NCHW = max_pool2d(conv_norm(self.stem, self.stem_norm, x_NCHW), 2)
+            x_NCHW = activate(self.stem_relu, pooled_NCHW, in_place=True)
+        else:
+            x_NCHW = conv_norm_relu(self.stem, self.stem_norm, self.stem_relu, x_NCHW)
         if is_fused and self.in_channels == 1:  # images with one channel have both formats, and the stem chooses the other
             x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
         maps: list[Tensor] = []
         for name in self.stage_names:
-            maps.append(self.get_submodule(name)(max_pool2d(maps[-1], 2) if maps else x_NCHW))
+            x_NCHW = self.get_submodule(name)(x_NCHW, True) if is_pooled and not maps else self.get_submodule(name)(x_NCHW)
+            maps.append(x_NCHW)
         return tuple(maps)
 
-    def _pooled_stem(self, x_NCHW: Tensor) -> Tensor:
-        """The stem and the 2x2 max pool after it, [N, C, H/2, W/2]. ReLU and pool commute, and the pooled map is smaller."""
-        if not is_plain(self.stem_relu, nn.ReLU) or is_traced(x_NCHW):
-            return max_pool2d(conv_norm_relu(self.stem, self.stem_norm, self.stem_relu, x_NCHW), 2)
-        return activate(self.stem_relu, max_pool2d(conv_norm(self.stem, self.stem_norm, x_NCHW), 2), in_place=True)
+    def _pools_before_relu(self, x_NCHW: Tensor) -> bool:
+        """Whether the pool of the first stage may come before the stem's ReLU, with which it commutes: its map is smaller."""
+        first = self.get_submodule(self.stage_names[0])
+        return not is_traced(x_NCHW) and is_plain(self.stem_relu, nn.ReLU) and is_plain(first, Stage)
 
     def parts(self) -> dict[str, list[nn.Module]]:
         stages: dict[str, list[nn.Module]] = {name: [self.get_submodule(name)] for name in self.stage_names}

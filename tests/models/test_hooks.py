@@ -89,3 +89,24 @@ def test_backward_hooks_do_not_change_results(name: str) -> None:
         layer.register_full_backward_hook(lambda *_, part=part: seen.add(part))  # type: ignore[misc]
     torch.testing.assert_close(gradients(model), wanted, rtol=1e-9, atol=1e-9)
     assert seen >= set(norms(model))
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise"])
+def test_children_in_turn_give_the_maps_of_the_stages(name: str) -> None:
+    """As tools extract features. A hook on the first stage sees the stem's whole map."""
+    model = san.create_model(name, 10, num_stages=2, width_mult=0.5).eval()
+    x_NCHW = torch.randn(2, 3, 64, 64)
+    wanted = model.features(x_NCHW)
+    for child, expected in (
+        ("stem", None),
+        ("stem_norm", None),
+        ("stem_relu", None),
+        *zip(model.stage_names, wanted, strict=True),
+    ):
+        x_NCHW = model.get_submodule(child)(x_NCHW)
+        if expected is not None:
+            torch.testing.assert_close(x_NCHW, expected)
+    seen: list[torch.Size] = []
+    model.get_submodule("stage1").register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
+    model.features(torch.zeros(2, 3, 64, 64))
+    assert [shape[2] for shape in seen] == [64]
