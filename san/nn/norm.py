@@ -177,9 +177,9 @@ def _computes_products(x_NCHW: Tensor) -> bool:
 def _prefers_product(x_NCHW: Tensor) -> bool:
     """Whether Linear layers of a channels-last map are faster as matrix products.
 
-    On a GPU, cuDNN would add a bias in a pass of its own; but a product must not be slower or less exact because torch's
-    settings allow TF32 in only one of the two. On the CPU, torch would choose a slow convolution in training with few images
-    and one thread; with more images, it is up to 1.3 times as fast as a product.
+    On a GPU, cuDNN needs another pass to add a bias. But a product must not be slower or less exact because torch's settings
+    allow TF32 in only one of the two. On the CPU, torch would choose a slow convolution in training with few images and one
+    thread; with more images, it is up to 1.3 times as fast as a product.
     """
     is_single = x_NCHW.dtype == torch.float32 and not torch.is_autocast_enabled(x_NCHW.device.type)
     if x_NCHW.is_cuda:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 import san
 from san.ops import functional
@@ -75,7 +74,12 @@ class Traffic(TorchDispatchMode):
 
 
 def tensors(values: Any) -> Iterator[Tensor]:
-    return (x for x in tree_iter(values) if isinstance(x, Tensor))
+    """All tensors in nested tuples and lists."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for value in values:
+            yield from tensors(value)
 
 
 def size(x: Tensor) -> int:
@@ -109,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=32)
     options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as in `san run`
     for training in (True, False):
         found = {name: step(name, options.batch, training) for name in NAMES}
         kinds = sorted({kind for traffic in found.values() for kind in traffic.bytes})
