@@ -255,11 +255,15 @@ def _folded_for_batch(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> 
         return W_Cc.double() @ mean_c, (W_Cc.double() @ (square_cc / values) * W_Cc).sum(1)
 
     _, scale_C, shift_C = affine_of(norm, values, torch.float64, statistics)
-    weight_Cc = W_Cc * scale_C[:, None]
-    x_NHWc, weight_Cc, bias_C = (x.to(W_Cc.dtype) for x in (x_NHWc, weight_Cc, shift_C))
+    # Grey gets a channel of its own, because in grey images u is the sum of a filter's weights times the grey: separately
+    # rounded weights would lose the digits of a sum near zero.
+    grey_NHW1 = x_NHWc.mean(-1, keepdim=True)
+    x_NHWd = torch.cat([grey_NHW1, x_NHWc - grey_NHW1], -1)
+    weight_Cd = torch.cat([W_Cc.double().sum(1, keepdim=True), W_Cc], 1) * scale_C[:, None]
+    x_NHWd, weight_Cd, bias_C = (x.to(W_Cc.dtype) for x in (x_NHWd, weight_Cd, shift_C))
     if x_NCHW.is_cuda:
-        return linear(x_NHWc, weight_Cc, bias_C).permute(0, 3, 1, 2)
-    return conv2d(x_NHWc.permute(0, 3, 1, 2), weight_Cc[:, :, None, None], bias_C)
+        return linear(x_NHWd, weight_Cd, bias_C).permute(0, 3, 1, 2)
+    return conv2d(x_NHWd.permute(0, 3, 1, 2), weight_Cd[:, :, None, None], bias_C)
 
 
 def no_statistics() -> tuple[Tensor, Tensor]:
