@@ -94,10 +94,12 @@ TIMER = pytest.StashKey[threading.Timer]()
 
 def _print_stacks(item: pytest.Item) -> None:
     text = f"{item.nodeid} hangs; its processes:\n"
-    for process in psutil.Process().children(recursive=True):
+    processes = psutil.Process().children(recursive=True)
+    for process in processes:  # all before the first is killed: others may end with it
         spy = [os.path.join(os.path.dirname(sys.executable), "py-spy"), "dump", "--pid", str(process.pid)]
         dump = subprocess.run(spy, capture_output=True, text=True)
         text += dump.stdout or f"Process {process.pid}: no stack: {dump.stderr.strip()}\n"
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     capture = item.config.pluginmanager.getplugin("capturemanager")

@@ -9,7 +9,7 @@ import signal
 import stat
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from functools import cache
 from io import BytesIO
 from itertools import chain
 from multiprocessing import get_context, parent_process
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -77,13 +78,17 @@ def _checked(
     running: dict[Future[list[Broken]], Sequence[int]],
     at_once: int,
 ) -> Iterator[tuple[int, list[Broken]]]:
+    # Not `concurrent.futures.wait`: Ctrl-C in it may leave a future locked, and then the pool never ends.
+    finished: SimpleQueue[Future[list[Broken]]] = SimpleQueue()
     while waiting or running:
         while waiting and len(running) < at_once:
             piece = [(index, dataset.source(index)) for index in waiting[0]]
-            running[pool.submit(_check, piece)] = waiting.popleft()
-        for done in wait(running, return_when=FIRST_COMPLETED).done:
-            broken = done.result()
-            yield len(running.pop(done)), broken
+            future = pool.submit(_check, piece)
+            running[future] = waiting.popleft()
+            future.add_done_callback(finished.put)
+        future = finished.get()
+        broken = future.result()
+        yield len(running.pop(future)), broken
 
 
 def _one_by_one(dataset: Dataset, waiting: deque[int]) -> Iterator[tuple[int, list[Broken]]]:
