@@ -95,7 +95,7 @@ TIMER = pytest.StashKey[threading.Timer]()
 def _print_stacks(item: pytest.Item) -> None:
     text = f"{item.nodeid} hangs; its processes:\n"
     processes = psutil.Process().children(recursive=True)
-    for process in processes:  # all before the first is killed: others may end with it
+    for process in processes:  # before any is killed, because children may end with their parent
         spy = [os.path.join(os.path.dirname(sys.executable), "py-spy"), "dump", "--pid", str(process.pid)]
         dump = subprocess.run(spy, capture_output=True, text=True)
         text += dump.stdout or f"Process {process.pid}: no stack: {dump.stderr.strip()}\n"

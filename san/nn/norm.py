@@ -255,8 +255,8 @@ def _folded_for_batch(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> 
         return W_Cc.double() @ mean_c, (W_Cc.double() @ (square_cc / values) * W_Cc).sum(1)
 
     _, scale_C, shift_C = affine_of(norm, values, torch.float64, statistics)
-    # Grey gets a channel of its own, because in grey images u is the sum of a filter's weights times the grey: separately
-    # rounded weights would lose the digits of a sum near zero.
+    # Grey is an additional channel. In grey images, u is the sum of a filter's weights times the grey, and weights that are
+    # rounded one by one lose the digits of a sum near zero.
     grey_NHW1 = x_NHWc.mean(-1, keepdim=True)
     x_NHWd = torch.cat([grey_NHW1, x_NHWc - grey_NHW1], -1)
     weight_Cd = torch.cat([W_Cc.double().sum(1, keepdim=True), W_Cc], 1) * scale_C[:, None]
