@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,8 +82,8 @@ def test_archive_and_folder_of_class_folders(official: Path, tmp_path: Path) -> 
 
 
 def test_extracted_official_archive(official: Path, tmp_path: Path) -> None:
-    with tarfile.open(official) as tar:
-        tar.extractall(tmp_path / "extracted", filter="data")
+    (tmp_path / "extracted").mkdir()
+    subprocess.run(["tar", "-xf", official, "-C", tmp_path / "extracted"], check=True)
     roots = [
         prepare_cifar(tmp_path / str(number), "cifar10", source, counting)
         for number, source in enumerate((official, tmp_path / "extracted", tmp_path / "extracted/cifar-10-batches-bin"))
