@@ -81,6 +81,16 @@ norm_relu(Tensor x, Tensor weight, Tensor bias, Tensor? mean, Tensor? var, float
 norm_relu_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor var, float eps, bool of_batch) ->
     (Tensor, Tensor, Tensor)
 
+# 2x2 max pooling of a map x [N, H, W, C], float32 or, on GPUs, bfloat16. A last odd row or column is left out
+# -> the maxima [N, H / 2, W / 2, C], and the pixels that they come from, 0 to 3 row by row, in uint8
+max_pool(Tensor x) -> (Tensor, Tensor index)
+max_pool_backward(Tensor grad, Tensor index, int height, int width) -> Tensor
+# The same of relu(weight x + bias), for images x [N, H, W, c] that need no gradient, weight [C, c] and bias [C], all float32,
+# with c up to 5; with `half`, on GPUs, the maxima are bfloat16. The index is 4 where they are 0
+stem(Tensor weight, Tensor bias, Tensor x, bool half) -> (Tensor, Tensor index)
+# -> gradients of weight, bias
+stem_backward(Tensor grad, Tensor index, Tensor x) -> (Tensor, Tensor)
+
 # Photographs for the network: image n [height, width, 3], uint8, is the part at `origin` of a picture of `extent` pixels, which
 # is resized to `length` and cut to the square at `offset`; `windows` [N, 9] holds these pairs (along the height first) and
 # whether the square is mirrored. out [N, 3, size, size] = pixel * scale + shift, of each channel

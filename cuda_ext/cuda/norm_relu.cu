@@ -1,62 +1,15 @@
 // BatchNorm and ReLU of channels-last maps in one operator, forward and backward. Definition:
 // san/ops/fused_reference.py.
 //
-// Both read their maps twice, first for sums over all pixels. A thread keeps its channels and visits every few pixels.
-// Its sums are float, of distances from a typical value; they are added in double, always in the same order.
+// Both read their maps twice, first for sums over all pixels. A thread's sums are float, of distances from a typical
+// value.
 #include <optional>
 #include <tuple>
 
-#include "sums.cuh"
+#include "channels.cuh"
 
 namespace san::cuda {
 namespace {
-
-using torch::headeronly::BFloat16;
-
-constexpr int kMostLanes = 64;
-
-// How threads divide a map of `pixels` rows of `channels` values. `lanes` neighbors of a block have groups of kWidth
-// channels of the same pixel; a block has one `tile` of groups and one slice of the pixels.
-struct Layout {
-  int64_t pixels;
-  int channels, groups, lanes, rows, tiles, slices;
-
-  Layout(int64_t pixels, int64_t channels, int width)
-      : pixels(pixels),
-        channels(static_cast<int>(channels)),
-        groups(static_cast<int>(channels) / width),
-        lanes(std::min(groups, kMostLanes)),
-        rows(kThreads / lanes),
-        tiles((groups + lanes - 1) / lanes),
-        slices(static_cast<int>(
-            std::max<int64_t>(1, std::min(2 * wanted_sum_blocks() / tiles, (pixels + rows - 1) / rows)))) {}
-
-  int blocks() const { return tiles * slices; }
-};
-
-// A thread's first channel, and its pixels.
-template <int kWidth>
-struct Own {
-  int lane, row, channel, slice;
-  bool exists;
-
-  __device__ __forceinline__ explicit Own(const Layout& layout)
-      : lane(threadIdx.x % layout.lanes), row(threadIdx.x / layout.lanes) {
-    const int group = static_cast<int>(blockIdx.x) % layout.tiles * layout.lanes + lane;
-    slice = blockIdx.x / layout.tiles, channel = group * kWidth;
-    exists = group < layout.groups && row < layout.rows;
-  }
-
-  // Calls visit(index of the pixel's first value).
-  template <class Visit>
-  __device__ __forceinline__ void for_each_pixel(const Layout& layout, const Visit& visit) const {
-    if (!exists) return;
-    const int64_t step = int64_t(layout.slices) * layout.rows;
-    for (int64_t pixel = int64_t(slice) * layout.rows + row; pixel < layout.pixels; pixel += step) {
-      visit(pixel * layout.channels + channel);
-    }
-  }
-};
 
 // A value near most values of a channel: sums of squares of distances from an outlier would cancel.
 template <class T>
@@ -99,26 +52,6 @@ struct Affine {
   __device__ __forceinline__ float gradient(float grad, float x, int i) const { return (*this)(x, i) <= 0 ? 0 : grad; }
 };
 
-// Sums of two values of each channel over the block's pixels, to partial [slices, channels, 2].
-template <int kWidth, class Add>
-__device__ __forceinline__ void sum_channels(const Layout& layout, const Own<kWidth>& own, double* partial,
-                                             const Add& add) {
-  float sums[2 * kWidth] = {};
-  own.for_each_pixel(layout, [&](int64_t at) { add(at, sums); });
-  float* shared = reinterpret_cast<float*>(shared_memory_base());  // [rows, lanes, kWidth, 2]
-  SAN_UNROLL
-  for (int k = 0; k < 2 * kWidth; ++k) shared[threadIdx.x * 2 * kWidth + k] = sums[k];
-  __syncthreads();
-  const int columns = layout.lanes * 2 * kWidth, first = (own.channel - own.lane * kWidth) * 2;
-  for (int column = threadIdx.x; column < columns && first + column < 2 * layout.channels; column += kThreads) {
-    double sum = 0;
-    for (int row = 0; row < layout.rows; ++row) sum += shared[row * columns + column];
-    partial[int64_t(own.slice) * 2 * layout.channels + first + column] = sum;
-  }
-}
-
-constexpr size_t bytes_of_sums(int width) { return size_t(kThreads) * 2 * width * sizeof(float); }
-
 // Sums of x - origin and of its square.
 //
 // Predicted for the first norm of SAN10's stage 1 at batch 32 (64 channels, 112x112, float32) on an H100: reads 103 MB;
@@ -131,7 +64,8 @@ __global__ void __launch_bounds__(kThreads)
   float center[kWidth] = {};
   SAN_UNROLL
   for (int i = 0; own.exists && i < kWidth; ++i) center[i] = origin(own.channel + i);
-  sum_channels<kWidth>(layout, own, partial, [&](int64_t at, float* sums) {
+  sum_channels<2>(layout, own, partial, [&](int64_t pixel, float* sums) {
+    const int64_t at = own.index(layout, pixel);
     const Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at);
     SAN_UNROLL
     for (int i = 0; i < kWidth; ++i) {
@@ -146,7 +80,8 @@ __global__ void __launch_bounds__(kThreads) norm_relu_kernel(Layout layout, cons
   const Own<kWidth> own(layout);
   if (!own.exists) return;
   const Affine<kWidth> affine(norm, own.channel);
-  own.for_each_pixel(layout, [&](int64_t at) {
+  own.for_each_pixel(layout, [&](int64_t pixel) {
+    const int64_t at = own.index(layout, pixel);
     Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at);
     SAN_UNROLL
     for (int i = 0; i < kWidth; ++i) {
@@ -163,7 +98,8 @@ __global__ void __launch_bounds__(kThreads)
     gradient_sums_kernel(Layout layout, const T* grad, const T* x, Norm norm, double* partial) {
   const Own<kWidth> own(layout);
   const Affine<kWidth> affine(norm, own.exists ? own.channel : 0);
-  sum_channels<kWidth>(layout, own, partial, [&](int64_t at, float* sums) {
+  sum_channels<2>(layout, own, partial, [&](int64_t pixel, float* sums) {
+    const int64_t at = own.index(layout, pixel);
     const Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at), grads = Pack<kWidth, T>::load(grad + at);
     SAN_UNROLL
     for (int i = 0; i < kWidth; ++i) {
@@ -206,7 +142,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; of_batch && i < kWidth; ++i) {
     slope[i] = rest[2 * (own.channel + i)], offset[i] = rest[2 * (own.channel + i) + 1];
   }
-  own.for_each_pixel(layout, [&](int64_t at) {
+  own.for_each_pixel(layout, [&](int64_t pixel) {
+    const int64_t at = own.index(layout, pixel);
     const Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at);
     Pack<kWidth, T> grads = Pack<kWidth, T>::load(grad + at);
     SAN_UNROLL
@@ -242,21 +179,6 @@ void check_norm_relu(const Tensor& x, std::initializer_list<const Tensor*> vecto
   STD_TORCH_CHECK(fits, "x must be a float32 or bfloat16 map [N, H, W, C], and weight, bias, mean and var must be [C]");
 }
 
-// Calls run with the map's type and the number of channels of a thread: 4 if they can be loaded at once.
-template <class Run>
-void for_type_and_width(const Tensor& x, std::initializer_list<const Tensor*> others, const Run& run) {
-  bool wide = x.size(3) % 4 == 0 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
-  for (const Tensor* other : others) wide = wide && reinterpret_cast<uintptr_t>(other->const_data_ptr()) % 16 == 0;
-  const auto with_width = [&](auto type) {
-    wide ? run(type, std::integral_constant<int, 4>()) : run(type, std::integral_constant<int, 1>());
-  };
-  x.scalar_type() == ScalarType::Float ? with_width(float()) : with_width(BFloat16());
-}
-
-Tensor doubles_like(const Tensor& x, int64_t size) {
-  return torch::stable::new_empty(x, {size}, std::optional<ScalarType>(ScalarType::Double));
-}
-
 std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                              const std::optional<Tensor>& mean, const std::optional<Tensor>& var,
                                              double eps) {
@@ -280,7 +202,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weig
     if (!mean) {
       const Origin<T> origin{in, pixels, layout.channels};
       Tensor partial = doubles_like(map, layout.slices * 2 * C);
-      SAN_LAUNCH_SHARED((distance_sums_kernel<kWidth, T>), layout.blocks(), kThreads, bytes_of_sums(kWidth), stream,
+      SAN_LAUNCH_SHARED((distance_sums_kernel<kWidth, T>), layout.blocks(), kThreads, bytes_of_sums(2 * kWidth), stream,
                         layout, in, origin, partial.mutable_data_ptr<double>());
       sum_rows(PartialSums<double>{partial.const_data_ptr<double>(), 2 * C}, layout.slices, 2 * C,
                PlaceStatistics<T>{origin, m.mutable_data_ptr<double>(), v.mutable_data_ptr<double>()}, stream);
@@ -317,7 +239,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
     const T *in = map.const_data_ptr<T>(), *grads = grad_y.const_data_ptr<T>();
     Tensor partial = doubles_like(map, layout.slices * 2 * C);
     Tensor rest = torch::stable::new_empty(map, {2 * C}, std::optional<ScalarType>(ScalarType::Float));
-    SAN_LAUNCH_SHARED((gradient_sums_kernel<kWidth, T>), layout.blocks(), kThreads, bytes_of_sums(kWidth), stream,
+    SAN_LAUNCH_SHARED((gradient_sums_kernel<kWidth, T>), layout.blocks(), kThreads, bytes_of_sums(2 * kWidth), stream,
                       layout, grads, in, norm, partial.mutable_data_ptr<double>());
     sum_rows(PartialSums<double>{partial.const_data_ptr<double>(), 2 * C}, layout.slices, 2 * C,
              PlaceGradients{norm, static_cast<double>(pixels), Floats(to_weight), Floats(to_bias),

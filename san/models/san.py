@@ -7,14 +7,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import max_pool2d
 
 from san.choice import ChoiceError, ModelError
 from san.models.base import BaseModel, StagedSpec
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, SelfAttentionBlock
 from san.nn.depth import Blocks
 from san.nn.inputs import check_map, specialize
-from san.nn.norm import activate, conv_norm, conv_norm_relu, convolve, is_plain, norm_relu
+from san.nn.norm import conv_norm_relu, conv_norm_relu_pool, convolve, is_plain, max_pool, norm_relu
 from san.ops.footprint import check_footprint, check_side
 from san.ops.functional import fuses
 from san.ops.tracing import is_traced
@@ -105,7 +104,7 @@ class Stage(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x_NCHW: Tensor, is_pooled: bool = False) -> Tensor:
-        x_NCHW = x_NCHW if is_pooled else max_pool2d(x_NCHW, 2)
+        x_NCHW = x_NCHW if is_pooled else max_pool(x_NCHW)
         return norm_relu(self.norm, self.relu, self.blocks(convolve(self.linear, x_NCHW)))
 
 
@@ -143,8 +142,7 @@ class SAN(BaseModel):
             x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
         is_pooled = self._pools_before_relu(x_NCHW)
         if is_pooled:
-            pooled_NCHW = max_pool2d(conv_norm(self.stem, self.stem_norm, x_NCHW), 2)
-            x_NCHW = activate(self.stem_relu, pooled_NCHW, in_place=True)
+            x_NCHW = conv_norm_relu_pool(self.stem, self.stem_norm, self.stem_relu, x_NCHW)
         else:
             x_NCHW = conv_norm_relu(self.stem, self.stem_norm, self.stem_relu, x_NCHW)
         if is_fused and self.in_channels == 1:  # images with one channel have both formats, and the stem chooses the other
@@ -156,7 +154,7 @@ class SAN(BaseModel):
         return tuple(maps)
 
     def _pools_before_relu(self, x_NCHW: Tensor) -> bool:
-        """Whether the pool of the first stage may come before the stem's ReLU, with which it commutes: its map is smaller."""
+        """Whether the pool of the first stage may be part of the stem."""
         first = self.get_submodule(self.stage_names[0])
         return not is_traced(x_NCHW) and is_plain(self.stem_relu, nn.ReLU) and is_plain(first, Stage)
 

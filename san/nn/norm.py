@@ -1,4 +1,4 @@
-"""BatchNorm in its affine form, as the fused operators take it, and together with the ReLU or convolution beside it.
+"""BatchNorm in its affine form, as the fused operators take it, and together with the convolution, ReLU or pool beside it.
 
 Fused code replaces several layers without calling them. `is_plain` decides whether that makes no difference: a layer with a
 hook or of an unexpected type must be called. `san.ops.backend("unfused")` has the same effect.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, linear, relu
+from torch.nn.functional import conv2d, linear, max_pool2d, relu
 from torch.nn.modules.module import _has_any_global_hook
 
 from san.nn.folding import kept
@@ -85,12 +85,16 @@ def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
 def _fuses_norm_relu(norm: nn.BatchNorm2d, act: nn.Module, x_NCHW: Tensor) -> bool:
     if not fuses("norm_relu", x_NCHW) or not is_plain(norm, nn.BatchNorm2d) or not is_plain(act, nn.ReLU):
         return False
-    if not _is_channels_last(x_NCHW):
-        return False
-    if x_NCHW.dtype != torch.float32 and not (x_NCHW.is_cuda and x_NCHW.dtype == torch.bfloat16):
+    if not _is_fused_map(x_NCHW):
         return False
     tensors = norm.weight, norm.bias, norm.running_mean, norm.running_var
     return all(x is None or x.dtype == torch.float32 for x in tensors)
+
+
+def _is_fused_map(x_NCHW: Tensor) -> bool:
+    """Whether the map has the format and a type of `norm_relu` and `max_pool`."""
+    is_known = x_NCHW.dtype == torch.float32 or (x_NCHW.is_cuda and x_NCHW.dtype == torch.bfloat16)
+    return is_known and _is_channels_last(x_NCHW)
 
 
 def _fused_norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
@@ -198,7 +202,7 @@ def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
     """norm(conv(x)). The BatchNorm is folded into the convolution in evaluation, and in training if the convolution is a Linear
     layer for the pixels of images. This saves passes over the map."""
     if isinstance(norm, nn.BatchNorm2d) and _folds(conv, norm, x_NCHW):
-        return _folded(conv, norm, x_NCHW)
+        return _folded(conv, *_with_norm(conv, norm, x_NCHW))
     y_NCHW: Tensor = norm(convolve(conv, x_NCHW))
     return y_NCHW
 
@@ -206,8 +210,35 @@ def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
 def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
     """act(norm(conv(x))), with the norm folded as in `conv_norm`."""
     if isinstance(norm, nn.BatchNorm2d) and _folds(conv, norm, x_NCHW):
-        return activate(act, _folded(conv, norm, x_NCHW), in_place=True)
+        return activate(act, conv_norm(conv, norm, x_NCHW), in_place=True)
     return norm_relu(norm, act, convolve(conv, x_NCHW))
+
+
+def conv_norm_relu_pool(conv: nn.Conv2d, norm: nn.Module, act: nn.ReLU, x_NCHW: Tensor) -> Tensor:
+    """max_pool(act(norm(conv(x)))). The pool comes before the ReLU, with which it commutes. If x are images that need no
+    gradient, a folded norm needs no map of their size: Linear layer, ReLU and pool are one operator."""
+    if isinstance(norm, nn.BatchNorm2d) and _fuses_stem(conv, norm, x_NCHW):
+        x_NCHW, weight, bias = _with_norm(conv, norm, x_NCHW)
+        half = torch.is_autocast_enabled(x_NCHW.device.type)
+        return kernels.stem(weight.flatten(1), bias, x_NCHW, half)
+    return activate(act, max_pool(conv_norm(conv, norm, x_NCHW)), in_place=True)
+
+
+def max_pool(x_NCHW: Tensor) -> Tensor:
+    """The largest values of 2x2 pixels, [N, C, H / 2, W / 2]."""
+    return kernels.max_pool(x_NCHW) if _fuses_max_pool(x_NCHW) else max_pool2d(x_NCHW, 2)
+
+
+def _fuses_max_pool(x_NCHW: Tensor) -> bool:
+    return fuses("max_pool", x_NCHW) and _is_fused_map(x_NCHW) and min(x_NCHW.shape[2:]) > 1
+
+
+def _fuses_stem(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
+    if not fuses("stem", x_NCHW) or not _folds(conv, norm, x_NCHW) or x_NCHW.requires_grad:
+        return False
+    is_stem = is_pointwise(conv) and conv.in_channels <= MOST_IMAGE_CHANNELS and min(x_NCHW.shape[2:]) > 1
+    is_single = x_NCHW.dtype == conv.weight.dtype == torch.float32
+    return is_stem and is_single and (x_NCHW.is_cuda or not torch.is_autocast_enabled(x_NCHW.device.type))
 
 
 def _folds(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
@@ -224,9 +255,10 @@ def _folds(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
     return conv.padding_mode == "zeros" and computed_in != torch.float16
 
 
-def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
+def _with_norm(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, weight and bias of a convolution whose result is norm(conv(x))."""
     if uses_batch(norm):
-        return _folded_for_batch(conv, norm, x_NCHW)
+        return _with_norm_of_batch(conv, norm, x_NCHW)
     dtype = conv.weight.dtype
 
     def folded() -> tuple[Tensor, Tensor]:
@@ -235,17 +267,26 @@ def _folded(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
         return (conv.weight * scale[:, None, None, None]).to(dtype), torch.addcmul(shift, bias, scale).to(dtype)
 
     weight, bias = kept(conv, conv.weight, None, folded)
+    return x_NCHW, weight, bias
+
+
+def _folded(conv: nn.Conv2d, x_NCHW: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The convolution of `_with_norm`."""
+    if weight.dim() == 2 and x_NCHW.is_cuda:
+        return linear(x_NCHW.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
+    weight = weight[:, :, None, None] if weight.dim() == 2 else weight
     return conv2d(x_NCHW, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
-def _folded_for_batch(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
+def _with_norm_of_batch(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """u = W x has the mean W mean(x) and the covariance W cov(x) W^T, so the norm is known before u, a far larger map.
 
     The images are centered, and the covariance is a float64 product, also under autocast: the colors of most pixels are nearly
     equal, so that filters for differences of colors would lose their digits in float32, and far more in TF32.
     """
     x_NHWc, W_Cc = x_NCHW.permute(0, 2, 3, 1), conv.weight.flatten(1)
-    values = x_NCHW.numel() // x_NCHW.shape[1]
+    c = x_NCHW.shape[1]
+    values = x_NCHW.numel() // c
     mean_c = x_NHWc.mean((0, 1, 2), dtype=torch.float64)
     x_NHWc = x_NHWc.double() - mean_c
     x_MPc = x_NHWc.flatten(0, 1) if x_NCHW.is_cuda else x_NHWc.flatten(1, 2)  # many products fill a GPU
@@ -255,15 +296,13 @@ def _folded_for_batch(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> 
         return W_Cc.double() @ mean_c, (W_Cc.double() @ (square_cc / values) * W_Cc).sum(1)
 
     _, scale_C, shift_C = affine_of(norm, values, torch.float64, statistics)
-    # Grey is an additional channel. In grey images, u is the sum of a filter's weights times the grey, and weights that are
-    # rounded one by one lose the digits of a sum near zero.
-    grey_NHW1 = x_NHWc.mean(-1, keepdim=True)
-    x_NHWd = torch.cat([grey_NHW1, x_NHWc - grey_NHW1], -1)
+    # Grey is an additional channel, and the others are distances from it. In grey images, u is the sum of a filter's weights
+    # times the grey, and weights that are rounded one by one lose the digits of a sum near zero.
+    grey_c1 = torch.full_like(square_cc[:, :1], 1 / c)
+    to_grey_cd = torch.cat([grey_c1, torch.eye(c, dtype=grey_c1.dtype, device=grey_c1.device) - grey_c1], 1)
+    x_NHWd = (x_NHWc @ to_grey_cd).to(W_Cc.dtype)
     weight_Cd = torch.cat([W_Cc.double().sum(1, keepdim=True), W_Cc], 1) * scale_C[:, None]
-    x_NHWd, weight_Cd, bias_C = (x.to(W_Cc.dtype) for x in (x_NHWd, weight_Cd, shift_C))
-    if x_NCHW.is_cuda:
-        return linear(x_NHWd, weight_Cd, bias_C).permute(0, 3, 1, 2)
-    return conv2d(x_NHWd.permute(0, 3, 1, 2), weight_Cd[:, :, None, None], bias_C)
+    return x_NHWd.permute(0, 3, 1, 2), weight_Cd.to(W_Cc.dtype), shift_C.to(W_Cc.dtype)
 
 
 def no_statistics() -> tuple[Tensor, Tensor]:

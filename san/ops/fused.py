@@ -95,6 +95,28 @@ def norm_relu(
     return y_NHWC.permute(0, 3, 1, 2), mean, var
 
 
+def max_pool(x_NCHW: Tensor) -> Tensor:
+    """2x2 max pooling of a channels-last map, [N, C, H / 2, W / 2]. The map is float32, on a GPU also bfloat16."""
+    _load()
+    y_NHWC, _ = torch.ops.san.max_pool(x_NCHW.permute(0, 2, 3, 1).contiguous())
+    y_NCHW: Tensor = y_NHWC.permute(0, 3, 1, 2)
+    return y_NCHW
+
+
+def stem(weight_Cc: Tensor, bias_C: Tensor, x_NcHW: Tensor, half: bool = False) -> Tensor:
+    """A Linear layer, ReLU and 2x2 max pooling of float32 images, [N, C, H / 2, W / 2]; with `half`, on a GPU, in bfloat16.
+
+    Raises:
+        ValueError: the images need a gradient.
+    """
+    if x_NcHW.requires_grad:
+        raise ValueError("the stem's operator has no gradient of images")
+    _load()
+    y_NHWC, _ = torch.ops.san.stem(weight_Cc, bias_C, x_NcHW.permute(0, 2, 3, 1).contiguous(), half)
+    y_NCHW: Tensor = y_NHWC.permute(0, 3, 1, 2)
+    return y_NCHW
+
+
 def _maps(center_NCHW: Tensor, around_NCHW: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
     """The maps as [N, H, W, C]; a map that is channels-last already is not copied."""
     check_footprint(kernel_size, *around_NCHW.shape[2:])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import batch_norm
+from torch.nn.functional import batch_norm, linear, max_pool2d
 
 from san.ops import reference
 
@@ -99,6 +99,16 @@ def norm_relu(
     """BatchNorm and ReLU, [N, H, W, C], with the statistics `mean` and `var` or, without them, with those of x."""
     x_NCHW = x_NHWC.permute(0, 3, 1, 2)
     return batch_norm(x_NCHW, mean_C, var_C, weight_C, bias_C, mean_C is None, eps=eps).relu().permute(0, 2, 3, 1)
+
+
+def max_pool(x_NHWC: Tensor) -> Tensor:
+    """2x2 max pooling, [N, H / 2, W / 2, C]."""
+    return max_pool2d(x_NHWC.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)
+
+
+def stem(weight_Cc: Tensor, bias_C: Tensor, x_NHWc: Tensor, half: bool = False) -> Tensor:
+    """A Linear layer, ReLU and 2x2 max pooling, [N, H / 2, W / 2, C]."""
+    return max_pool(linear(x_NHWc, weight_Cc, bias_C).relu())
 
 
 def _statistics(x_Nc: Tensor) -> tuple[Tensor, Tensor]:

@@ -177,6 +177,22 @@ def _norm_relu(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, T
     return x.new_empty(x.shape), mean, var
 
 
+def _pooled(x: Tensor) -> tuple[Tensor, Tensor]:
+    N, H, W, C = x.shape
+    y = x.new_empty(N, H // 2, W // 2, C)
+    return y, y.new_empty(y.shape, dtype=torch.uint8)
+
+
+def _stem(weight: Tensor, bias: Tensor, x: Tensor, half: bool) -> tuple[Tensor, Tensor]:
+    (N, H, W, _), C = x.shape, len(weight)
+    y = x.new_empty(N, H // 2, W // 2, C, dtype=torch.bfloat16 if half else None)
+    return y, y.new_empty(y.shape, dtype=torch.uint8)
+
+
+def _stem_flops(weight: Any, bias: Any, x: Any, *rest: Any) -> int:
+    return 2 * math.prod(x[:3]) * math.prod(weight)
+
+
 def _dot_flops(phi: Any, psi: Any, kernel_size: int, groups: int) -> int:
     """None if every channel is its own group, which is an elementwise product."""
     N, R, H, W = phi
@@ -287,6 +303,26 @@ OPERATORS = (
         backward_arguments=lambda inputs, statistics: (*inputs[:3], *statistics, inputs[5], inputs[3] is None),
         saved_outputs=(1, 2),
         differentiable_outputs=1,
+    ),
+    Operator(
+        name="max_pool",
+        definition=fused_reference.max_pool,
+        fake=_pooled,
+        fake_backward=lambda grad, index, height, width: grad.new_empty(len(grad), height, width, grad.shape[3]),
+        backward_arguments=lambda inputs, index: (*index, *inputs[0].shape[1:3]),
+        saved_outputs=(1,),
+        differentiable_outputs=1,
+    ),
+    Operator(
+        name="stem",
+        definition=fused_reference.stem,
+        fake=_stem,
+        fake_backward=lambda grad, index, x: (x.new_empty(grad.shape[3], x.shape[3]), x.new_empty(grad.shape[3])),
+        backward_arguments=lambda inputs, index: (*index, inputs[2]),
+        saved_outputs=(1,),
+        differentiable_outputs=1,
+        flops=_stem_flops,
+        flops_backward=lambda grad, index, x: 2 * math.prod(x) * grad[3],
     ),
 )
 """All differentiable operators."""

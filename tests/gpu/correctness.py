@@ -143,6 +143,22 @@ def norm_relu(settings: Settings) -> Iterator[Row]:
         yield checks(name, on_gpu(kernels(settings), inputs), results(reference, doubled(inputs)), allowed[dtype])
 
 
+def pooling(settings: Settings) -> Iterator[Row]:
+    from tests.ops.test_pooling import INPUTS, SHAPES, a_map, a_stem, pooled, pooled_on_gpu, stem_on_gpu, stem_results
+
+    for shape, half in itertools.product(SHAPES, (False, True) if settings.on_gpu else (False,)):
+        x_NCHW = a_map(shape).to(settings.device, torch.bfloat16 if half else torch.float32)
+        limit = 1e-2 if half else 1e-5
+        yield checks(
+            f"max_pool, {shape}, half {half}", pooled_on_gpu(kernels(settings), x_NCHW), pooled(x_NCHW.double()), [limit] * 2
+        )
+        for inputs in INPUTS:
+            weight, bias, x_NcHW = (x.to(settings.device) for x in a_stem(inputs, shape))
+            found = stem_on_gpu(kernels(settings), (weight, bias, x_NcHW), half)
+            wanted = stem_results((weight, bias, x_NcHW), exact=True)
+            yield checks(f"stem, {shape}, {inputs} channels, half {half}", found, wanted, [limit] * 3)
+
+
 def stem(settings: Settings) -> Iterator[Row]:
     """The norm of the stem follows from the images, whose colors are nearly equal. TF32 must not round its statistics."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -403,6 +419,7 @@ ALL = [
     ),
     _case("operators", operators, 13),
     _case("norm_relu", norm_relu, 13),
+    _case("pooling", pooling, 13),
     _case("stem", stem, 13),
     _case("golden numbers", golden, 12),
     *(_case(name, partial(models, name), 13) for name in NETWORKS),

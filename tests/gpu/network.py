@@ -28,10 +28,10 @@ SLOWEST = 12
 """Kernels that are listed by name."""
 # The first class whose pattern matches the kernel's name.
 CLASSES = {
+    "pooling, stem": "pool|stem",
     "attention": "san::",
     "optimizer": "multi_tensor",
     "norm": "batch_?norm|bn_(fw|bw)|bnAdd",
-    "pooling": "pool",
     "convolution and products": "cudnn|cutlass|gemm|gemv|wgrad|dgrad|fprop|conv|splitK",
     "layout and copies": "nchwToNhwc|nhwcToNchw|CatArray|[Mm]emcpy|copy|transpose",
     "fill": "[Mm]emset|FillFunctor",
@@ -48,6 +48,8 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "as it is": nullcontext,
     "norms, then ReLUs": partial(patch.object, norm, "_fuses_norm_relu", never),
     "the stem's norm as any other": partial(patch.object, norm, "_folds", never),
+    "the stem's layers one by one": partial(patch.object, norm, "_fuses_stem", never),
+    "pools by torch": partial(patch.object, norm, "_fuses_max_pool", never),
     "one convolution at a time": partial(patch.object, norm, "_run_as_one", never),
     "1x1 convolutions by cuDNN": partial(patch.object, norm, "_prefers_product", never),
     "cudnn.benchmark": partial(torch.backends.cudnn.flags, enabled=True, benchmark=True),

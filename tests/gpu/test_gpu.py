@@ -63,6 +63,7 @@ HERE = {
     "cores/patchwise tf32": "core",
     "models/san10_pairwise batch 32 tf32 eager": "model",
     "correctness/norm_relu": "check",
+    "correctness/pooling": "check",
     "network/san10_patchwise tf32": "variant",
     "loader/training": "threads",
     "system/doctor": "what",

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # documented in the notes on extending; it has no other name
 
 import san
 from san import ops
-from san.nn.norm import conv_norm, conv_norm_relu, convolve, convolve_each, norm_relu
+from san.nn.norm import conv_norm, conv_norm_relu, conv_norm_relu_pool, convolve, convolve_each, max_pool, norm_relu
 from san.ops import fused
 
 pytestmark = pytest.mark.every_isa
@@ -268,14 +269,28 @@ def stem(images: int = 3, mean: float = 0, deviation: float = 1) -> tuple[nn.Con
 
 
 def trained(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor, backend: ops.Backend = "auto") -> list[Tensor]:
-    """Result, gradients and running statistics of one step in training."""
+    """Result, gradients and running statistics of one step in training, with gradients of the images."""
     conv, norm, x_NCHW = copy.deepcopy(conv), copy.deepcopy(norm), x_NCHW.clone().requires_grad_()
     with ops.backend(backend):
         y_NCHW = conv_norm(conv, norm, x_NCHW)
+    return [y_NCHW, *gradients_of(y_NCHW, [x_NCHW, *conv.parameters(), *norm.parameters()]), *norm.buffers()]
+
+
+def trained_with_pool(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor, backend: ops.Backend = "auto") -> list[Tensor]:
+    """The same with ReLU and pool and without gradients of the images: one operator."""
+    conv, norm = copy.deepcopy(conv), copy.deepcopy(norm)
+    with ops.backend(backend):
+        y_NCHW = conv_norm_relu_pool(conv, norm, nn.ReLU(), x_NCHW)
+    return [y_NCHW, *gradients_of(y_NCHW, [*conv.parameters(), *norm.parameters()]), *norm.buffers()]
+
+
+def gradients_of(y_NCHW: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
     torch.manual_seed(2)
-    grad_NCHW = torch.randn(y_NCHW.shape).to(y_NCHW.dtype)
-    gradients = torch.autograd.grad(y_NCHW, [x_NCHW, *conv.parameters(), *norm.parameters()], grad_NCHW)
-    return [y_NCHW, *gradients, *norm.buffers()]
+    return torch.autograd.grad(y_NCHW, leaves, torch.randn(y_NCHW.shape).to(y_NCHW.dtype))
+
+
+both_stems = pytest.mark.parametrize("step", [trained, trained_with_pool], ids=["map", "pooled map"])
+Step = Callable[..., list[Tensor]]
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -288,26 +303,28 @@ def test_norm_of_the_stem_follows_from_the_images(images: int, tracks: bool, mom
     torch.testing.assert_close(trained(conv, other, x_NCHW), trained(conv, other, x_NCHW, "reference"), rtol=1e-9, atol=1e-9)
 
 
+@both_stems
 @pytest.mark.parametrize("mean, deviation", [(0, 1), (1e3, 1e-2), (-1e5, 1)])
-def test_stem_keeps_the_digits_of_images_with_a_large_mean(mean: float, deviation: float) -> None:
+def test_stem_keeps_the_digits_of_images_with_a_large_mean(mean: float, deviation: float, step: Step) -> None:
     conv, norm, x_NCHW = stem(mean=mean, deviation=deviation)
-    wanted = trained(conv, norm, x_NCHW, "reference")
-    found = trained(conv.float(), norm.float(), x_NCHW.float())
+    wanted = step(conv, norm, x_NCHW, "reference")
+    found = step(conv.float(), norm.float(), x_NCHW.float())
     for x, exact in zip(found, wanted, strict=True):
         largest = float(exact.detach().abs().max())
         torch.testing.assert_close(x.double(), exact.double(), rtol=0, atol=1e-5 * largest)
 
 
+@both_stems
 @pytest.mark.parametrize("scale, saturation", [(1, 0.01), (255, 0.01), (1, 0)])
-def test_stem_keeps_the_digits_of_filters_for_colors(scale: float, saturation: float) -> None:
+def test_stem_keeps_the_digits_of_filters_for_colors(scale: float, saturation: float, step: Step) -> None:
     """The colors of photographs are nearly equal, those of grey images are equal, and these filters see mostly differences."""
     conv, norm, x_NCHW = stem()
     grey_N1HW, color_NCHW = torch.randn_like(x_NCHW[:, :1]), saturation * x_NCHW
     x_NCHW = (scale * (grey_N1HW + color_NCHW)).float().double().contiguous(memory_format=torch.channels_last)
     with torch.no_grad():
         conv.weight.sub_(conv.weight.mean(1, keepdim=True)).add_(1e-3).copy_(conv.weight.float())
-    wanted = trained(conv, norm, x_NCHW, "reference")
-    found = trained(conv.float(), norm.float(), x_NCHW.float())
+    wanted = step(conv, norm, x_NCHW, "reference")
+    found = step(conv.float(), norm.float(), x_NCHW.float())
     for x, exact in zip(found, wanted, strict=True):
         torch.testing.assert_close(x.double(), exact.double(), rtol=0, atol=1e-6 * float(exact.detach().abs().max()))
 
@@ -349,6 +366,72 @@ def test_other_stems_run_one_by_one(change: str) -> None:
         hooked.register_forward_hook(lambda module, inputs, output: called.append(module))
     assert torch.equal(conv_norm(conv, norm, x_NCHW), wanted)
     assert len(called) == change.startswith("a hook")
+
+
+def pooled_stem(change: str) -> tuple[list[str], Tensor, Tensor]:
+    """The operators that the stem runs in this case, its result, and that of its layers in float64."""
+    conv, norm, x_NCHW = stem()
+    norm(x_NCHW.mean(1, keepdim=True).expand(-1, 16, -1, -1))
+    norm.train(change != "evaluation")
+    conv_norm_relu_pool(conv, norm, nn.ReLU(), x_NCHW)
+    wanted = torch.nn.functional.max_pool2d(copy.deepcopy(norm)(conv(x_NCHW)).relu(), 2)
+    conv, norm, x_NCHW = conv.float(), norm.float(), x_NCHW.float()
+    x_NCHW = x_NCHW.contiguous() if change == "layout" else x_NCHW.requires_grad_(change == "gradients of images")
+    if change == "a hook":
+        norm.register_forward_hook(lambda *_: None)
+    backend: ops.Backend = "unfused" if change == "unfused" else "auto"
+    with Operators() as operators, ops.backend(backend), torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+        y_NCHW = conv_norm_relu_pool(conv, norm, nn.ReLU(), x_NCHW)
+    return operators.names, y_NCHW, wanted
+
+
+class Operators(TorchDispatchMode):
+    """Lists the pools and stems that run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "pool" in str(function) or "stem" in str(function):
+            self.names.append(str(function).removesuffix(".default"))
+        return function(*args, **(kwargs or {}))
+
+
+TORCH_POOL = "aten.max_pool2d_with_indices"
+
+
+@pytest.mark.parametrize(
+    "change, operator",
+    [
+        ("training", "san.stem"),
+        ("evaluation", "san.stem"),
+        ("layout", "san.stem"),
+        ("gradients of images", "san.max_pool"),
+        ("a hook", "san.max_pool"),
+        ("autocast", TORCH_POOL),
+        ("unfused", TORCH_POOL),
+    ],
+)
+def test_stem_with_its_pool_is_one_operator(change: str, operator: str) -> None:
+    operators, y_NCHW, wanted = pooled_stem(change)
+    assert operators == [operator]
+    most = 0.05 if change == "autocast" else 1e-5
+    torch.testing.assert_close(y_NCHW.double(), wanted, rtol=most, atol=most)
+
+
+@pytest.mark.parametrize("shape, operator", [((2, 5, 6, 7), "san.max_pool"), ((0, 5, 4, 4), TORCH_POOL)])
+def test_maps_are_pooled_in_one_operator(shape: tuple[int, ...], operator: str) -> None:
+    x_NCHW = torch.randn(shape).contiguous(memory_format=torch.channels_last)
+    with Operators() as operators:
+        found = max_pool(x_NCHW)
+    assert operators.names == [operator]
+    assert torch.equal(found, torch.nn.functional.max_pool2d(x_NCHW, 2))
+
+
+def test_a_map_without_a_whole_cell_cannot_be_pooled() -> None:
+    with pytest.raises(RuntimeError, match="too small"):
+        max_pool(torch.randn(2, 4, 1, 6).contiguous(memory_format=torch.channels_last))
 
 
 @pytest.mark.parametrize("images", [2, 16])
