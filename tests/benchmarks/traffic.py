@@ -68,10 +68,13 @@ class Traffic(TorchDispatchMode):
             moved += sum(map(size, large))
         if name.startswith("aten.convolution.") and len(inputs) == 3:
             moved += 2 * size(outputs[0])
-        kind = next((kind for start, kind in KINDS.items() if name.startswith(start)), "elementwise")
-        kind = "small" if moved < SMALL else kind
+        kind = "small" if moved < SMALL else kind_of(name)
         self.bytes[kind] += moved
         self.operators[kind] += 1
+
+
+def kind_of(operator: str) -> str:
+    return next((kind for start, kind in KINDS.items() if operator.startswith(start)), "elementwise")
 
 
 def tensors(values: Any) -> Iterator[Tensor]:

@@ -9,8 +9,8 @@ Every round runs each variant in turn in a process of its own, so that disturban
 step. Ratios are the first variant / another one within a round: median and range. `memory kept` has the settings of glibc that
 `san run` uses, `AVX2` also chooses the code for processors without AVX-512, `folded` evaluates a copy from `san.fold`,
 `bfloat16` trains and evaluates under autocast, and `compiled` uses torch.compile, whose first training step and first
-evaluation are listed. Inputs and gradients are random; networks at 32x32 halve the image three times and have half the
-width and 64 images, or one; complete ones have 4 of 224x224.
+evaluation are listed. Inputs and gradients are random; networks at 32x32 and 48x48 halve the image three times and
+have half the width and 64 images, or one; complete ones have 4 of 224x224.
 """
 
 from __future__ import annotations
@@ -50,7 +50,12 @@ WAYS = {
 }
 KINDS = {"SAN10 pairwise": "san10_pairwise", "SAN10 patchwise": "san10_patchwise", "ResNet26": "resnet26"}
 SMALL = "num_stages=3, width_mult=0.5"
-SIZES = {"32x32": (SMALL, 64, 32), "one image, 32x32": (SMALL, 1, 32), "224x224": ("", 4, 224)}
+SIZES = {
+    "32x32": (SMALL, 64, 32),
+    "48x48": (SMALL, 64, 48),
+    "one image, 32x32": (SMALL, 1, 32),
+    "224x224": ("", 4, 224),
+}
 NETWORKS = {f"{kind}, {size}": (name, *settings) for size, settings in SIZES.items() for kind, name in KINDS.items()}
 MODES = ("training step", "evaluation")
 PROGRAM = """

@@ -49,7 +49,7 @@ def defined(weight_Cc: Tensor, bias_C: Tensor, x_NcHW: Tensor) -> Tensor:
 def stem_results(stem: Stem, exact: bool = False) -> Tensors:
     """The result and the gradients of weight and bias, by the operator or by its definition in float64."""
     weight, bias, x_NcHW = (x.double() for x in stem) if exact else stem
-    run = defined if exact else fused.stem
+    run: Callable[..., Tensor] = defined if exact else fused.stem
     outputs, grads = differentiated(lambda leaves: (run(*leaves, x_NcHW),), (weight, bias))
     return *outputs, *grads
 
