@@ -7,9 +7,11 @@
 namespace san::cpu {
 namespace {
 
+// Vectors run along the rows of a map. In short rows, most lanes of AVX-512 would be empty.
 template <class T>
-const AggregationKernels<T>& kernels() {
-  return SAN_CHOOSE(aggregation<T>);
+const AggregationKernels<T>& kernels(const Footprint& f) {
+  constexpr int64_t kShortRow = 24;
+  return f.width > kShortRow ? SAN_CHOOSE(aggregation<T>) : SAN_CHOOSE_SHORT(aggregation<T>);
 }
 
 template <class T>
@@ -57,9 +59,9 @@ Tensor forward(const Problem<T>& problem) {
   const std::vector<Band> bands =
       bands_of(problem.N, f, std::clamp<int64_t>(problem.N * f.height / tasks, 1, problem.band_rows(1)));
   for_each_task<T>(
-      bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false), [&](int64_t task, T* scratch) {
+      bands.size(), kernels<T>(f).scratch(problem.p, most_rows(bands), false), [&](int64_t task, T* scratch) {
         const int64_t n = bands[task].image;
-        kernels<T>().forward(problem.p, problem.maps(n), bands[task].rows, scratch, out + n * problem.map_size);
+        kernels<T>(f).forward(problem.p, problem.maps(n), bands[task].rows, scratch, out + n * problem.map_size);
       });
   return problem.by_channels(y);
 }
@@ -74,10 +76,10 @@ std::tuple<Tensor, Tensor> backward(const Problem<T>& problem, const Tensor& gra
   const Footprint& f = problem.p.footprint;
   const std::vector<Band> bands = bands_of(problem.N, f, problem.band_rows(f.kernel_size));
   for_each_band_apart<T>(
-      bands, kernels<T>().scratch(problem.p, most_rows(bands), true), [&](int64_t, const Band& band, T* scratch) {
+      bands, kernels<T>(f).scratch(problem.p, most_rows(bands), true), [&](int64_t, const Band& band, T* scratch) {
         const int64_t n = band.image;
-        kernels<T>().backward(problem.p, problem.maps(n), values<T>(grad_y) + n * problem.map_size, band.rows, scratch,
-                              to_beta + n * problem.map_size, to_w + n * problem.w_size);
+        kernels<T>(f).backward(problem.p, problem.maps(n), values<T>(grad_y) + n * problem.map_size, band.rows, scratch,
+                               to_beta + n * problem.map_size, to_w + n * problem.w_size);
       });
   return {problem.by_channels(grad_beta), as_type(grad_w, problem.like.scalar_type())};
 }

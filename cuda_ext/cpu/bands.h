@@ -173,8 +173,8 @@ Tensor tensor_of(const double* from, const Tensor& like, std::vector<int64_t> si
     __VA_ARGS__                                    \
   }
 
-// Chooses the functions of simd/ for the largest instruction set that this machine supports. Tests choose a smaller one
-// with the environment variable SAN_CPU (baseline, v3 or v4).
+// Chooses the functions of simd/ for the largest instruction set that this machine supports; SAN_CHOOSE_SHORT, for
+// vectors of at most 32 bytes. Tests choose a smaller one with the environment variable SAN_CPU (baseline, v3 or v4).
 #if defined(__x86_64__)
 template <class Kernels>
 const Kernels& choose(const Kernels& baseline, const Kernels& v3, const Kernels& v4) {
@@ -189,8 +189,10 @@ const Kernels& choose(const Kernels& baseline, const Kernels& v3, const Kernels&
   return has_v3 && name != "baseline" ? v3 : baseline;
 }
 #define SAN_CHOOSE(kernels) choose(baseline::kernels(), v3::kernels(), v4::kernels())
+#define SAN_CHOOSE_SHORT(kernels) choose(baseline::kernels(), v3::kernels(), v3::kernels())
 #else
 #define SAN_CHOOSE(kernels) baseline::kernels()
+#define SAN_CHOOSE_SHORT(kernels) baseline::kernels()
 #endif
 
 }  // namespace
