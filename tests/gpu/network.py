@@ -1,7 +1,7 @@
 """Where the time of a training step goes, and what single optimizations save.
 
-The step is a CUDA graph, replayed under torch's profiler. Variants without an optimization take turns with it. On a CPU, they
-have no meaning, because each step chooses its optimizations, and kernels take no time.
+The step is a CUDA graph, replayed under torch's profiler. Variants without an optimization, and one that torch.compile made,
+take turns with it. On a CPU, they have no meaning, because each step chooses its optimizations, and kernels take no time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from san.nn import norm
+from tests.benchmarks.traffic import step as traffic
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings
 from tests.gpu.models import Network, Setting
@@ -26,17 +27,17 @@ NAMES = ("san10_pairwise", "san10_patchwise", "resnet26")
 REPLAYS = 5
 SLOWEST = 12
 """Kernels that are listed by name."""
-# The first class whose pattern matches the kernel's name.
+# The first class whose pattern matches the kernel's name. The names are those of tests.benchmarks.traffic.
 CLASSES = {
     "pooling, stem": "pool|stem",
+    "norm": "norm_relu|distance_sums|gradient_sums_kernel|batch_?norm|bn_(fw|bw)|bnAdd",
     "attention": "san::",
     "optimizer": "multi_tensor",
-    "norm": "batch_?norm|bn_(fw|bw)|bnAdd",
-    "convolution and products": "cudnn|cutlass|gemm|gemv|wgrad|dgrad|fprop|conv|splitK",
-    "layout and copies": "nchwToNhwc|nhwcToNchw|CatArray|[Mm]emcpy|copy|transpose",
+    "convolutions, products": "cudnn|cutlass|gemm|gemv|wgrad|dgrad|fprop|conv|splitK",
+    "copies": "nchwToNhwc|nhwcToNchw|CatArray|[Mm]emcpy|copy|transpose",
     "fill": "[Mm]emset|FillFunctor",
     "sums": "reduce",
-    "elementwise": "elementwise",
+    "elementwise": "elementwise|triton",
 }
 
 
@@ -61,11 +62,19 @@ def class_of(kernel: str) -> str:
     return next((name for name, pattern in CLASSES.items() if re.search(pattern, kernel)), "other")
 
 
-def step(name: str, precision: str, settings: Settings) -> Call:
+def step(name: str, precision: str, settings: Settings, how: str = "graphs") -> Call:
     """A training step of 32 images, on a GPU as a CUDA graph."""
-    network = Network(name, Setting(32, precision, "graphs"), settings)
+    network = Network(name, Setting(32, precision, how), settings)
     call = under("auto", precision, settings.device, network.train)
     return captured(call)[0] if settings.on_gpu else call
+
+
+def compiled(name: str, precision: str, settings: Settings) -> Iterator[Row]:
+    """A step of the network that torch.compile has compiled, in turns with the step as it is."""
+    kernels(settings)
+    calls = {how: step(name, precision, settings, how) for how in ("graphs", "compiled")}
+    for how, found in measure(calls, settings, 5).items():
+        yield {"network": name, "precision": precision, "variant": how, "ms": spread(found)}
 
 
 def profiled(name: str, precision: str, settings: Settings) -> Iterator[Row]:
@@ -88,8 +97,10 @@ def profiled(name: str, precision: str, settings: Settings) -> Iterator[Row]:
         total[0] += event.self_device_time_total / 1000 / REPLAYS
         total[1] += event.count / REPLAYS
     named = {"network": name, "precision": precision}
+    moved = traffic(name, 32, True).bytes if precision == "tf32" and settings.on_gpu else {}
     for kind, (milliseconds, launches) in sorted(totals.items(), key=lambda item: -item[1][0]):
-        yield named | {"class": kind, "ms": round(milliseconds, 3), "launches": launches}
+        speed = {"TB_per_s": round(moved[kind] / milliseconds / 1e9, 2)} if kind in moved and milliseconds > 0 else {}
+        yield named | {"class": kind, "ms": round(milliseconds, 3), "launches": launches, **speed}
     for event in events[:SLOWEST]:
         kernel = re.sub(r"void |[\w:]*\(anonymous namespace\)::|at::native::", "", event.key)[:160]
         yield named | {"kernel": kernel, "launches": event.count / REPLAYS, "ms": event.self_device_time_total / 1000 / REPLAYS}
@@ -100,7 +111,10 @@ def profiled(name: str, precision: str, settings: Settings) -> Iterator[Row]:
 
 
 ALL = [
-    Case("network", f"{name} {precision}", partial(profiled, name, precision), 22 + rank)
-    for rank, precision in enumerate(("tf32", "bfloat16"))
-    for name in NAMES
+    *(
+        Case("network", f"{name} {precision}", partial(profiled, name, precision), 22 + rank)
+        for rank, precision in enumerate(("tf32", "bfloat16"))
+        for name in NAMES
+    ),
+    *(Case("network", f"{name} compiled", partial(compiled, name, "tf32"), 27, 240) for name in NAMES),
 ]

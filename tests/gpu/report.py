@@ -118,10 +118,10 @@ def _network(records: Sequence[Row]) -> str:
     for row in rows(records, "network"):
         named = [row["network"], row["precision"]]
         if "class" in row:
-            lines.append([*named, row["class"], f"{row['ms']:.2f}", f"{row['launches']:g}"])
+            lines.append([*named, row["class"], f"{row['ms']:.2f}", f"{row['launches']:g}", row.get("TB_per_s", "-")])
         elif "variant" in row:
-            lines.append([*named, f"whole step: {row['variant']}", ranged(row["ms"]), "-"])
-    return table("A training step of 32 images", ["network", "precision", "kernels", "ms", "launches"], lines)
+            lines.append([*named, f"whole step: {row['variant']}", ranged(row["ms"]), "-", "-"])
+    return table("A training step of 32 images", ["network", "precision", "kernels", "ms", "launches", "TB/s"], lines)
 
 
 def _loader(records: Sequence[Row]) -> str:

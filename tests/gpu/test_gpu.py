@@ -65,6 +65,7 @@ HERE = {
     "correctness/norm_relu": "check",
     "correctness/pooling": "check",
     "network/san10_patchwise tf32": "variant",
+    "network/san10_patchwise compiled": "variant",
     "loader/training": "threads",
     "system/doctor": "what",
 }
