@@ -169,6 +169,10 @@ inline void check_patch_gradient(const Tensor& grad, const Tensor& around, const
   check_same(grad, around, "grad and around");
 }
 
+inline void check_poolable(int64_t height, int64_t width) {
+  STD_TORCH_CHECK(height > 1 && width > 1, "a map of ", height, "x", width, " pixels is too small for 2x2 pooling");
+}
+
 // The images of the stem with, at most, four channels and their mean.
 constexpr int kMostInputs = 5;
 inline void check_images(const Tensor& x) {
@@ -176,7 +180,7 @@ inline void check_images(const Tensor& x) {
                   "x must be float32 images [N, H, W, channels] with 1 to ", kMostInputs, " channels");
 }
 inline void check_stem(const Tensor& weight, const Tensor& bias, const Tensor& x) {
-  check_images(x);
+  check_images(x), check_poolable(x.size(1), x.size(2));
   STD_TORCH_CHECK(weight.dim() == 2 && weight.size(0) > 0 && weight.size(1) == x.size(3) && bias.dim() == 1 &&
                       bias.size(0) == weight.size(0),
                   "weight must be [C, ", x.size(3), "] and bias [C]");
@@ -185,11 +189,18 @@ inline void check_stem(const Tensor& weight, const Tensor& bias, const Tensor& x
 
 // The gradient of a pooled map, and the indices of its maxima.
 inline void check_pooled_gradient(const Tensor& grad, const Tensor& index, int64_t height, int64_t width) {
+  check_poolable(height, width);
   STD_TORCH_CHECK(grad.dim() == 4 && grad.size(1) == height / 2 && grad.size(2) == width / 2, "grad must be [N, ",
                   height / 2, ", ", width / 2, ", C]");
   STD_TORCH_CHECK(index.sizes().vec() == grad.sizes().vec() && index.scalar_type() == ScalarType::Byte,
                   "index must be uint8 and have the shape of grad");
   STD_TORCH_CHECK(index.device() == grad.device(), "grad and index must be on one device");
+}
+
+inline void check_stem_gradient(const Tensor& grad, const Tensor& index, const Tensor& x) {
+  check_images(x), check_pooled_gradient(grad, index, x.size(1), x.size(2));
+  STD_TORCH_CHECK(grad.size(0) == x.size(0) && grad.device() == x.device(),
+                  "grad and x must have one batch size and be on one device");
 }
 
 inline void check_norm_affine(const Tensor& mean, const Tensor& var) {

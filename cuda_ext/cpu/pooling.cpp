@@ -120,7 +120,7 @@ void check_float(const Tensor& x) {
 }
 
 std::tuple<Tensor, Tensor> max_pool(const Tensor& x) {
-  check_float(x);
+  check_float(x), check_poolable(x.size(1), x.size(2));
   const Tensor map = as<float>(x);
   const Cells cells(x.size(0), x.size(1), x.size(2), x.size(3));
   Tensor y = torch::stable::new_empty(map, {x.size(0), cells.h, cells.w, cells.C});
@@ -198,8 +198,7 @@ std::tuple<Tensor, Tensor> stem(const Tensor& weight, const Tensor& bias, const 
 }
 
 std::tuple<Tensor, Tensor> stem_backward(const Tensor& grad, const Tensor& index, const Tensor& x) {
-  check_pooled_gradient(grad, index, x.size(1), x.size(2));
-  check_float(grad), check_images(x);
+  check_stem_gradient(grad, index, x), check_float(grad);
   const Tensor grad_y = as<float>(grad), indices = torch::stable::contiguous(index), images = as<float>(x);
   const Cells cells(x.size(0), x.size(1), x.size(2), grad.size(3));
   const float *g = values<float>(grad_y), *in = values<float>(images);

@@ -197,7 +197,7 @@ Tensor indices_like(const Tensor& y) {
 }
 
 std::tuple<Tensor, Tensor> max_pool(const Tensor& x) {
-  check_pooled(x);
+  check_pooled(x), check_poolable(x.size(1), x.size(2));
   const OperatorGuard guard("max_pool", x);
   const Tensor map = torch::stable::contiguous(x);
   const Cells cells(map);
@@ -268,8 +268,7 @@ std::tuple<Tensor, Tensor> stem(const Tensor& weight, const Tensor& bias, const 
 }
 
 std::tuple<Tensor, Tensor> stem_backward(const Tensor& grad, const Tensor& index, const Tensor& x) {
-  check_pooled_gradient(grad, index, x.size(1), x.size(2));
-  check_pooled(grad), check_images(x);
+  check_stem_gradient(grad, index, x), check_pooled(grad);
   const OperatorGuard guard("stem_backward", x);
   const Tensor grad_y = torch::stable::contiguous(grad), where = torch::stable::contiguous(index),
                images = torch::stable::contiguous(x);

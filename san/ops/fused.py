@@ -106,11 +106,8 @@ def max_pool(x_NCHW: Tensor) -> Tensor:
 def stem(weight_Cc: Tensor, bias_C: Tensor, x_NcHW: Tensor, half: bool = False) -> Tensor:
     """A Linear layer, ReLU and 2x2 max pooling of float32 images, [N, C, H / 2, W / 2]; with `half`, on a GPU, in bfloat16.
 
-    Raises:
-        ValueError: the images need a gradient.
+    There are no gradients of the images: if they are wanted, the backward pass raises RuntimeError.
     """
-    if x_NcHW.requires_grad:
-        raise ValueError("the stem's operator has no gradient of images")
     _load()
     y_NHWC, _ = torch.ops.san.stem(weight_Cc, bias_C, x_NcHW.permute(0, 2, 3, 1).contiguous(), half)
     y_NCHW: Tensor = y_NHWC.permute(0, 3, 1, 2)

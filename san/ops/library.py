@@ -356,7 +356,9 @@ def _register(operator: Operator) -> None:
             return _by_definition(operator.definition, grads, inputs)
         gradients = run_backward(*grads, *operator.backward_arguments(inputs, outputs))
         of_tensors = gradients if isinstance(gradients, tuple) else (gradients,)
-        others = (None,) * (len(inputs) - len(of_tensors))  # follow the tensors that have gradients
+        if any(ctx.needs_input_grad[len(of_tensors) :]):
+            raise RuntimeError(f"san::{names[0]} has gradients of its first {len(of_tensors)} inputs only")
+        others = (None,) * (len(inputs) - len(of_tensors))
         return (*(grad.to(x.dtype) for grad, x in zip(of_tensors, inputs, strict=False)), *others)
 
     torch.library.register_autograd(f"san::{names[0]}", backward, setup_context=setup)

@@ -130,10 +130,11 @@ def test_gradients_can_be_differentiated() -> None:
     assert_near(got, penalty(lambda *leaves: max_pool2d(defined(*leaves), 2), torch.float64), 1e-5)
 
 
-def test_images_that_need_a_gradient_are_refused() -> None:
+def test_gradients_of_images_are_refused() -> None:
     weight, bias, x_NcHW = a_stem()
-    with pytest.raises(ValueError, match="no gradient of images"):
-        fused.stem(weight, bias, x_NcHW.requires_grad_())
+    y_NCHW = fused.stem(weight, bias, x_NcHW.requires_grad_())
+    with pytest.raises(RuntimeError, match="gradients of its first 2 inputs only"):
+        y_NCHW.sum().backward()
 
 
 def test_same_bits_with_any_number_of_threads() -> None:
@@ -149,6 +150,9 @@ def test_other_types_and_sizes_are_refused(where: str, shim: Any) -> None:
     calls: list[tuple[Callable[[], object], str]] = [
         (lambda: kernels.max_pool(x_NHWC.double()), "x must be a float32"),
         (lambda: kernels.max_pool(x_NHWC[0]), "x must be a float32"),
+        (lambda: kernels.max_pool(x_NHWC[:, :1]), "1x4 pixels is too small"),
+        (lambda: kernels.stem(weight, bias, x_NHWC[:, :, :1], False), "4x1 pixels is too small"),
+        (lambda: kernels.stem_backward(grad, index, x_NHWC.expand(9, 4, 4, 3)), "one batch size"),
         (lambda: kernels.max_pool_backward(grad, index, 6, 4), r"grad must be \[N, 3, 2, C\]"),
         (lambda: kernels.max_pool_backward(grad, index[:, :1], 4, 4), "index must be uint8"),
         (lambda: kernels.max_pool_backward(grad, grad, 4, 4), "index must be uint8"),
