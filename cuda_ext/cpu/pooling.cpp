@@ -9,9 +9,9 @@
 namespace san::cpu {
 namespace {
 
-constexpr int kCells = 4;  // pixels of a cell, which becomes one pixel
+constexpr int kCellPixels = 4;  // a cell becomes one pixel
 
-// A map [N, H, W, C] and its pooled map, a row of which comes from two rows.
+// A map [N, H, W, C] whose rows are pooled in pairs.
 struct Cells {
   Cells(int64_t N, int64_t H, int64_t W, int64_t C) : H(H), W(W), C(C), h(H / 2), w(W / 2), rows(N * h) {}
 
@@ -60,7 +60,7 @@ SAN_VECTOR void pool_row(const float* x, int64_t below, int64_t columns, int64_t
 SAN_VECTOR void unpool_row(const float* grad, const int32_t* index, int64_t below, int64_t columns, int64_t C,
                            float* SAN_RESTRICT grad_x) {
   for (; columns > 0; --columns, grad_x += 2 * C, grad += C, index += C)
-    for (int k = 0; k < kCells; ++k) {
+    for (int k = 0; k < kCellPixels; ++k) {
       float* SAN_RESTRICT to = grad_x + (k / 2 * below + k % 2 * C);
       for (int64_t c = 0; c < C; ++c) {
         const float g = grad[c];
@@ -71,8 +71,8 @@ SAN_VECTOR void unpool_row(const float* grad, const int32_t* index, int64_t belo
 
 // A cell of an image with D channels.
 template <int D>
-std::array<float, kCells * D> cell(const float* x, int64_t below) {
-  std::array<float, kCells * D> values;
+std::array<float, kCellPixels * D> cell(const float* x, int64_t below) {
+  std::array<float, kCellPixels * D> values;
   std::copy_n(x, 2 * D, values.begin()), std::copy_n(x + below, 2 * D, values.begin() + 2 * D);
   return values;
 }
@@ -84,16 +84,16 @@ SAN_VECTOR void stem_row(const float* x, int64_t below, int64_t columns, int64_t
   for (; columns > 0; --columns, x += 2 * D, y += C, index += C) {
     const auto pixels = cell<D>(x, below);
     for (int64_t c = 0; c < C; ++c) {
-      float values[kCells];
-      for (int k = 0; k < kCells; ++k) {
+      float values[kCellPixels];
+      for (int k = 0; k < kCellPixels; ++k) {
         values[k] = bias[c];
         for (int d = 0; d < D; ++d) values[k] += weight[d * C + c] * pixels[k * D + d];
       }
       float best = values[0];
       int at = 0;
-      for (int k = 1; k < kCells; ++k) keep_larger(values[k], k, best, at);
+      for (int k = 1; k < kCellPixels; ++k) keep_larger(values[k], k, best, at);
       y[c] = best < 0 ? 0 : best;  // NaN stays
-      index[c] = best <= 0 ? kCells : at;
+      index[c] = best <= 0 ? kCellPixels : at;
     }
   }
 }
@@ -106,10 +106,10 @@ SAN_VECTOR void add_stem_gradients(const float* grad, const int32_t* index, cons
     const auto pixels = cell<D>(x, below);
     for (int64_t c = 0; c < C; ++c) {
       const float g = grad[c];
-      float of_pixels[kCells], sum = 0;
-      for (int k = 0; k < kCells; ++k) of_pixels[k] = index[c] == k ? g : 0, sum += of_pixels[k];
+      float of_pixels[kCellPixels], sum = 0;
+      for (int k = 0; k < kCellPixels; ++k) of_pixels[k] = index[c] == k ? g : 0, sum += of_pixels[k];
       for (int d = 0; d < D; ++d)
-        for (int k = 0; k < kCells; ++k) sums[d * C + c] += of_pixels[k] * pixels[k * D + d];
+        for (int k = 0; k < kCellPixels; ++k) sums[d * C + c] += of_pixels[k] * pixels[k * D + d];
       sums[D * C + c] += sum;
     }
   }

@@ -10,7 +10,7 @@
 namespace san::cuda {
 namespace {
 
-constexpr int kCells = 4;  // pixels of a cell, which becomes one pixel
+constexpr int kCellPixels = 4;  // a cell becomes one pixel
 
 // A cell of a map with rows x columns cells. Kernels count in 32 bits: a 64-bit division takes a hundred instructions.
 struct Place {
@@ -59,16 +59,16 @@ __global__ void __launch_bounds__(kThreads)
   const Own<kWidth> own(layout);
   own.for_each_pixel(layout, [&](int64_t pixel) {
     const T* from = x + own.index(layout, cells.first_pixel(pixel));
-    Pack<kWidth, T> values[kCells];
+    Pack<kWidth, T> values[kCellPixels];
     SAN_UNROLL
-    for (int k = 0; k < kCells; ++k) values[k] = Pack<kWidth, T>::load(from + cells.step(k) * layout.channels);
+    for (int k = 0; k < kCellPixels; ++k) values[k] = Pack<kWidth, T>::load(from + cells.step(k) * layout.channels);
     Pack<kWidth, uint8_t> where;
     SAN_UNROLL
     for (int i = 0; i < kWidth; ++i) {
       float best = static_cast<float>(values[0].data[i]);
       int at = 0;
       SAN_UNROLL
-      for (int k = 1; k < kCells; ++k) keep_larger(static_cast<float>(values[k].data[i]), k, best, at);
+      for (int k = 1; k < kCellPixels; ++k) keep_larger(static_cast<float>(values[k].data[i]), k, best, at);
       values[0].data[i] = static_cast<T>(best), where.data[i] = static_cast<uint8_t>(at);
     }
     values[0].store(y + own.index(layout, pixel)), where.store(index + own.index(layout, pixel));
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     T* to = grad_x + own.index(layout, cells.first_pixel(at));
     SAN_UNROLL
-    for (int k = 0; k < kCells; ++k) {
+    for (int k = 0; k < kCellPixels; ++k) {
       Pack<kWidth, T> own_grads;
       SAN_UNROLL
       for (int i = 0; i < kWidth; ++i) own_grads.data[i] = where.data[i] == k ? grads.data[i] : static_cast<T>(0.0f);
@@ -104,12 +104,12 @@ __global__ void __launch_bounds__(kThreads)
 // The values of a cell of images with D channels.
 template <int D>
 struct Cell {
-  float values[kCells][D];
+  float values[kCellPixels][D];
 
   __device__ __forceinline__ Cell(const Cells& cells, const float* x, int64_t pixel) {
     const float* from = x + cells.first_pixel(pixel) * D;
     SAN_UNROLL
-    for (int k = 0; k < kCells; ++k) {
+    for (int k = 0; k < kCellPixels; ++k) {
       SAN_UNROLL
       for (int d = 0; d < D; ++d) values[k][d] = from[cells.step(k) * D + d];
     }
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) stem_kernel(Layout layout, Cells cel
       float best = 0;
       int at = 0;
       SAN_UNROLL
-      for (int k = 0; k < kCells; ++k) {
+      for (int k = 0; k < kCellPixels; ++k) {
         float value = own_bias[i];
         SAN_UNROLL
         for (int d = 0; d < D; ++d) value += own_weight[i][d] * cell.values[k][d];
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) stem_kernel(Layout layout, Cells cel
         keep_larger(value, k, best, at);
       }
       out.data[i] = static_cast<T>(best < 0 ? 0 : best);  // NaN stays
-      where.data[i] = static_cast<uint8_t>(best <= 0 ? kCells : at);
+      where.data[i] = static_cast<uint8_t>(best <= 0 ? kCellPixels : at);
     }
     out.store(y + own.index(layout, pixel)), where.store(index + own.index(layout, pixel));
   });
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads)
     SAN_UNROLL
     for (int i = 0; i < kWidth; ++i) {
       SAN_UNROLL
-      for (int k = 0; k < kCells; ++k) {
+      for (int k = 0; k < kCellPixels; ++k) {
         const float g = where.data[i] == k ? static_cast<float>(grads.data[i]) : 0;
         SAN_UNROLL
         for (int d = 0; d < D; ++d) sums[i * (D + 1) + d] += g * cell.values[k][d];

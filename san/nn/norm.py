@@ -210,13 +210,13 @@ def conv_norm(conv: nn.Conv2d, norm: nn.Module, x_NCHW: Tensor) -> Tensor:
 def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
     """act(norm(conv(x))), with the norm folded as in `conv_norm`."""
     if isinstance(norm, nn.BatchNorm2d) and _folds(conv, norm, x_NCHW):
-        return activate(act, conv_norm(conv, norm, x_NCHW), in_place=True)
+        return activate(act, _folded(conv, *_with_norm(conv, norm, x_NCHW)), in_place=True)
     return norm_relu(norm, act, convolve(conv, x_NCHW))
 
 
 def conv_norm_relu_pool(conv: nn.Conv2d, norm: nn.Module, act: nn.ReLU, x_NCHW: Tensor) -> Tensor:
-    """max_pool(act(norm(conv(x)))). The pool comes before the ReLU, with which it commutes. If x are images that need no
-    gradient, a folded norm needs no map of their size: Linear layer, ReLU and pool are one operator."""
+    """max_pool(act(norm(conv(x)))). The pool comes before the ReLU, with which it commutes. For images that need no gradient,
+    Linear layer, folded norm, ReLU and pool are one operator, which stores only the pooled map."""
     if isinstance(norm, nn.BatchNorm2d) and _fuses_stem(conv, norm, x_NCHW):
         x_NCHW, weight, bias = _with_norm(conv, norm, x_NCHW)
         half = torch.is_autocast_enabled(x_NCHW.device.type)
@@ -225,7 +225,7 @@ def conv_norm_relu_pool(conv: nn.Conv2d, norm: nn.Module, act: nn.ReLU, x_NCHW: 
 
 
 def max_pool(x_NCHW: Tensor) -> Tensor:
-    """The largest values of 2x2 pixels, [N, C, H / 2, W / 2]."""
+    """2x2 max pooling, [N, C, H / 2, W / 2]."""
     return kernels.max_pool(x_NCHW) if _fuses_max_pool(x_NCHW) else max_pool2d(x_NCHW, 2)
 
 

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.operators [--size 224] [--threads 2] [--isa AVX2] [--rounds 8]
 
-Sizes and networks are those of `tests.benchmarks.versions`. Each round clocks every operator of a step; the table has the
-fastest of the rounds, and as *rest* what is left of the fastest step that was not clocked: Python, autograd and dispatch.
+Networks are those of `tests.benchmarks.versions`, with two images of 224x224 or 64 smaller ones. Each round runs a step, and
+then another one in which every operator is timed. The table shows the fastest timed step. *step* is the fastest other step, and
+*rest* is the difference: Python, autograd and dispatch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SIZES: dict[int, tuple[dict[str, Any], int]] = {
 
 
 class Clock(TorchDispatchMode):
-    """Adds up milliseconds by kind of operator; each operator on pairs and patches is a kind of its own."""
+    """Adds up milliseconds by kind of operator. Operators of attention are listed by name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,9 +112,8 @@ def main() -> None:
     kinds = {name for modes in found.values() for ms in modes for name in ms} - {"rest", "step"}
     largest = sorted(kinds, key=lambda name: -max(found[kind][mode].get(name, 0) for kind, mode in columns))
     rows = [[name, *(f"{found[kind][mode].get(name, 0):.1f}" for kind, mode in columns)] for name in (*largest, "rest", "step")]
-    title = (
-        f"ms, {options.size}x{options.size}, {SIZES[options.size][1]} images, {options.threads} threads, {options.isa or ''}"
-    )
+    isa = options.isa or "largest instruction set"
+    title = f"ms, {options.size}x{options.size}, {SIZES[options.size][1]} images, {options.threads} threads, {isa}"
     print(table(title, ["operators", *(f"{kind}, {MODES[mode]}" for kind, mode in columns)], rows))
 
 
