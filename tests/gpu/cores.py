@@ -2,10 +2,11 @@
 
 Each row compares in one process, in turn: `fused` (our kernels), `unfused` (a kernel per operator), `reference` (pad, unfold,
 einsum: plain torch, eager), `compiled` (the reference through torch.compile) and `authors`. The roofline is the least time:
-max(bytes / peak bytes per second, FLOPs / peak FLOP per second), where bytes are phi, psi, beta and y once each (twice in
-training, for their gradients), FLOPs are two per multiply-accumulate of gamma and the aggregation (three times as many in
-training), and the peaks are those of a large copy and a large matrix product, measured in the same process. The L2 cache is
-cold at the start of each call.
+the largest of bytes, FLOPs and instructions divided by their peak rates. Bytes are phi, psi, beta and y once each (twice in
+training, for their gradients); FLOPs are two per multiply-accumulate of gamma and the aggregation (three times as many in
+training); instructions are those of `Core.instructions`, which the GPU's schedulers start one by one. The peaks are those of a
+large copy and a large matrix product, measured in the same process, and the GPU's clock. The L2 cache is cold at the start of
+each call.
 """
 
 from __future__ import annotations
@@ -41,8 +42,14 @@ def cores(kind: str, stages: Sequence[str], how: str, compiled: bool, settings: 
             ready, left_out = prepare(calls, settings, graph=True)
             row: Row = {"core": kind, "stage": stage, "mode": mode, "precision": how, "batch": batch, "side": core.side}
             training = mode == "train"
-            times = core.bytes(training) / peak["bytes_per_s"], core.flops(training) / peak["flops"][how]
-            row |= {"left_out": left_out, "roofline_ms": 1000 * max(times), "passed": "fused" in ready}
+            seconds = {
+                "bytes": core.bytes(training) / peak["bytes_per_s"],
+                "FLOPs": core.flops(training) / peak["flops"][how],
+            }
+            if settings.on_gpu:
+                seconds["instructions"] = core.instructions(training) / peak["instructions_per_s"]
+            limit = max(seconds, key=lambda name: seconds[name])
+            row |= {"left_out": left_out, "roofline_ms": 1000 * seconds[limit], "limit": limit, "passed": "fused" in ready}
             yield row | summary(measure(ready, settings, 9), "fused")
             del ready, calls
             if settings.on_gpu:

@@ -80,7 +80,8 @@ def _cores(records: Sequence[Row]) -> Iterator[str]:
             ours = row["ms"].get("fused")
             share = f"{row['roofline_ms'] / ours[0]:.0%}".replace("%", " %") if ours else row["left_out"].get("fused", "-")
             others = [row["left_out"].get(name) or ranged(row["times_ours"].get(name), 1) for name in names]
-            lines.append([f"{kind}, {stage}", ranged(ours, 3), f"{row['roofline_ms']:.3f}", share, *others])
+            roofline = f"{row['roofline_ms']:.3f} ({row['limit']})"
+            lines.append([f"{kind}, {stage}", ranged(ours, 3), roofline, share, *others])
         batches = "/".join(sorted({str(row["batch"]) for row in merged.values()}))
         heading = ["attention alone", "fused, ms", "roofline, ms", "of roofline", *(f"{name} / fused" for name in names)]
         yield table(f"{'Training' if mode == 'train' else 'Evaluation'}, {precision}, batch {batches}", heading, lines)
