@@ -135,6 +135,19 @@ inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tenso
   check_alike(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
 }
 
+// beta [N, H, W, M] and, if there is one, the gradient of y; `map` is [N, H, W, channels], and G is the number of
+// weight channels.
+inline void check_values(std::initializer_list<const Tensor*> tensors, const Tensor& map, int64_t G) {
+  for (const Tensor* x : tensors) {
+    STD_TORCH_CHECK(
+        x->dim() == 4 && x->size(0) == map.size(0) && x->size(1) == map.size(1) && x->size(2) == map.size(2),
+        "beta and the gradient of y must be maps [", map.size(0), ", ", map.size(1), ", ", map.size(2), ", M]");
+    STD_TORCH_CHECK(x->size(3) > 0 && x->size(3) % G == 0 && x->size(3) == (*tensors.begin())->size(3), "beta's ",
+                    x->size(3), " channels must be a positive multiple of the ", G, " weight channels");
+    check_same(*x, map, "beta and the other maps");
+  }
+}
+
 // The maps of the patch operators; see schemas.py.
 inline Footprint check_patch_maps(const Tensor& center, const Tensor& around, int64_t kernel_size) {
   STD_TORCH_CHECK(center.dim() == 4 && around.dim() == 4, "center and around must have 4 dimensions [N, H, W, C], not ",
@@ -167,6 +180,21 @@ inline void check_patch_gradient(const Tensor& grad, const Tensor& around, const
   const int64_t N = around.size(0), E = weight.size(0), H = around.size(1), W = around.size(2);
   STD_TORCH_CHECK(grad.sizes().vec() == std::vector({N, E, H, W}), "grad must be [", N, ", ", E, ", ", H, ", ", W, "]");
   check_same(grad, around, "grad and around");
+}
+
+// The last layer of a patchwise mapping for maps `hidden` [N, H, W, E]: weight [G * K, E] and bias [G * K].
+inline Footprint check_last_layer(const Tensor& hidden, const Tensor& weight, const Tensor& bias, int64_t kernel_size) {
+  STD_TORCH_CHECK(hidden.dim() == 4 && hidden.size(3) > 0, "hidden must be [N, H, W, E]");
+  STD_TORCH_CHECK(hidden.scalar_type() == ScalarType::Float || hidden.scalar_type() == ScalarType::Double,
+                  "hidden must be float32 or float64");
+  const Footprint footprint = footprint_of(hidden.size(1), hidden.size(2), kernel_size);
+  const int64_t K = footprint.positions();
+  STD_TORCH_CHECK(
+      weight.dim() == 2 && weight.size(0) > 0 && weight.size(0) % K == 0 && weight.size(1) == hidden.size(3),
+      "weight must be [G * ", K, ", ", hidden.size(3), "]");
+  STD_TORCH_CHECK(bias.dim() == 1 && bias.size(0) == weight.size(0), "bias must have ", weight.size(0), " values");
+  check_same(weight, hidden, "weight and hidden"), check_same(bias, hidden, "bias and hidden");
+  return footprint;
 }
 
 inline void check_poolable(int64_t height, int64_t width) {
@@ -208,6 +236,19 @@ inline void check_norm_affine(const Tensor& mean, const Tensor& var) {
   STD_TORCH_CHECK(var.dim() == 1, "mean and var must be vectors");
   STD_TORCH_CHECK(var.scalar_type() == ScalarType::Float || var.scalar_type() == ScalarType::Double,
                   "mean and var must be float32 or float64");
+}
+
+inline void check_track_statistics(const Tensor& running_mean, const Tensor& running_var, const Tensor& batches,
+                                   const Tensor& mean, const Tensor& var, int64_t values) {
+  check_norm_affine(running_mean, running_var), check_norm_affine(mean, var);
+  const int64_t C = mean.size(0);
+  STD_TORCH_CHECK(running_mean.size(0) == C && running_var.size(0) == C && var.size(0) == C,
+                  "running and new statistics must have the same channels");
+  STD_TORCH_CHECK(running_mean.is_contiguous() && running_var.is_contiguous(), "running statistics must be contiguous");
+  STD_TORCH_CHECK(batches.numel() == 1 && batches.scalar_type() == ScalarType::Long, "batches must be one int64");
+  STD_TORCH_CHECK(running_mean.device() == mean.device() && batches.device() == mean.device(),
+                  "running and new statistics must be on one device");
+  STD_TORCH_CHECK(values > 1, "a variance needs more than 1 value per channel");
 }
 
 }  // namespace san

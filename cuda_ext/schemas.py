@@ -33,6 +33,10 @@ aggregation_backward(Tensor grad, Tensor beta, Tensor weight, int kernel_size) -
 norm_affine(Tensor mean, Tensor var, Tensor weight, Tensor bias, float eps) -> Tensor
 # -> gradients of mean, var, weight, bias, all of mean's type
 norm_affine_backward(Tensor grad, Tensor var, Tensor weight, float eps) -> (Tensor, Tensor, Tensor, Tensor)
+# Moves running statistics [c], float32 or float64, by `momentum` towards the mean and biased variance of a batch with `values`
+# values per channel, as BatchNorm does, and counts the batch
+track_statistics(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!) batches, Tensor mean, Tensor var, int values,
+    float momentum) -> ()
 
 # Maps are channels-last, [N, H, W, channels]. Maps and norms are float32 or float64; weights may be half types too. With `tf32`
 # a GPU may round the factors of float32 products to TF32, as torch's setting for matrix products allows; products of half types
@@ -60,6 +64,15 @@ pair_weights(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor s
 # -> gradients of center, around, norm, weight1, shift2, weight2
 pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2,
     Tensor weight2, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+# pair_weights and aggregation in one: y [N, H, W, M], where channel c of beta [N, H, W, M] uses weight channel c % G. Weights
+# and maps have one type. The weights are never stored, but computed again for the gradients, from each pixel's largest logit
+# and the reciprocal of the sum of exp(logit - largest): softmax [N, 2, G, P]
+attend_pairs(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2, Tensor weight2, Tensor beta,
+    int kernel_size, int products, bool tf32) -> (Tensor, Tensor softmax)
+# -> gradients of center, around, norm, weight1, shift2, weight2, beta
+attend_pairs_backward(Tensor grad, Tensor softmax, Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2,
+    Tensor weight2, Tensor beta, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+    Tensor)
 
 # Patches: the K values of `around` [N, H, W, R] in the footprint and the pixel's own `center` [N, H, W, C], C = R or 0. Columns
 # of norm [3, columns] and weight [E, columns]: center's channels, then channel c at position o in column C + c * K + o
@@ -73,6 +86,12 @@ patch_linear(Tensor center, Tensor around, Tensor norm, Tensor weight, int kerne
 # -> gradients of center, around, norm, weight
 patch_linear_backward(Tensor grad, Tensor center, Tensor around, Tensor norm, Tensor weight, int kernel_size, bool tf32)
     -> (Tensor, Tensor, Tensor, Tensor)
+# The last Linear layer of a patchwise mapping and aggregation in one, without storing its result, the weights: hidden
+# [N, H, W, E], weight [G * K, E], bias [G * K], beta [N, H, W, M] -> y [N, H, W, M]
+attend_patches(Tensor hidden, Tensor weight, Tensor bias, Tensor beta, int kernel_size, bool tf32) -> Tensor
+# -> gradients of hidden, weight, bias, beta
+attend_patches_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor bias, Tensor beta, int kernel_size, bool tf32) ->
+    (Tensor, Tensor, Tensor, Tensor)
 
 # BatchNorm and ReLU of a map x [N, H, W, C], float32 or, on GPUs, bfloat16; others are [C]. Without mean and var, x's are used
 # -> relu((x - mean) / sqrt(var + eps) * weight + bias), and the mean and biased variance that were used, in float64

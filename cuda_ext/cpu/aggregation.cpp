@@ -2,17 +2,10 @@
 // simd/aggregation.cpp. Each is the other's derivative: dot is the gradient of aggregation's weight.
 #include <tuple>
 
-#include "bands.h"
+#include "attend.h"
 
 namespace san::cpu {
 namespace {
-
-// Vectors run along the rows of a map. In short rows, most lanes of AVX-512 would be empty.
-template <class T>
-const AggregationKernels<T>& kernels(const Footprint& f) {
-  constexpr int64_t kShortRow = 24;
-  return f.width > kShortRow ? SAN_CHOOSE(aggregation<T>) : SAN_CHOOSE_SHORT(aggregation<T>);
-}
 
 template <class T>
 struct Problem {
@@ -33,10 +26,13 @@ struct Problem {
     const Tensor map = torch::stable::transpose(torch::stable::transpose(x, 2, 3), 1, 2);
     return as_type(is_channels_last(like) ? map : torch::stable::contiguous(map), like.scalar_type());
   }
-  AggregationMaps<T> maps(int64_t n) const {
+  AggregationMaps<T> maps(const Band& band) const {
     const T* weights = values<T>(w);
-    return {values<T>(beta) + n * map_size, weights + n * w_size, weights + N * w_size};
+    return {values<T>(beta) + band.image * map_size,
+            {weights + first_weight(band), p.footprint.pixels()},
+            weights + N * w_size};
   }
+  int64_t first_weight(const Band& band) const { return band.image * w_size + band.rows.first * p.footprint.width; }
   // Rows per band for which two maps fit into the L2 cache.
   int64_t band_rows(int64_t least) const {
     constexpr int64_t kBytes = 512 << 10;
@@ -58,11 +54,12 @@ Tensor forward(const Problem<T>& problem) {
   const int64_t tasks = 2 * torch::stable::get_num_threads();
   const std::vector<Band> bands =
       bands_of(problem.N, f, std::clamp<int64_t>(problem.N * f.height / tasks, 1, problem.band_rows(1)));
-  for_each_task<T>(
-      bands.size(), kernels<T>(f).scratch(problem.p, most_rows(bands), false), [&](int64_t task, T* scratch) {
-        const int64_t n = bands[task].image;
-        kernels<T>(f).forward(problem.p, problem.maps(n), bands[task].rows, scratch, out + n * problem.map_size);
-      });
+  for_each_task<T>(bands.size(), aggregation_kernels<T>(f).scratch(problem.p, most_rows(bands), false),
+                   [&](int64_t task, T* scratch) {
+                     const int64_t n = bands[task].image;
+                     aggregation_kernels<T>(f).forward(problem.p, problem.maps(bands[task]), bands[task].rows, scratch,
+                                                       out + n * problem.map_size);
+                   });
   return problem.by_channels(y);
 }
 
@@ -75,12 +72,14 @@ std::tuple<Tensor, Tensor> backward(const Problem<T>& problem, const Tensor& gra
   T *to_beta = grad_beta.template mutable_data_ptr<T>(), *to_w = grad_w.template mutable_data_ptr<T>();
   const Footprint& f = problem.p.footprint;
   const std::vector<Band> bands = bands_of(problem.N, f, problem.band_rows(f.kernel_size));
-  for_each_band_apart<T>(
-      bands, kernels<T>(f).scratch(problem.p, most_rows(bands), true), [&](int64_t, const Band& band, T* scratch) {
-        const int64_t n = band.image;
-        kernels<T>(f).backward(problem.p, problem.maps(n), values<T>(grad_y) + n * problem.map_size, band.rows, scratch,
-                               to_beta + n * problem.map_size, to_w + n * problem.w_size);
-      });
+  for_each_band_apart<T>(bands, aggregation_kernels<T>(f).scratch(problem.p, most_rows(bands), true),
+                         [&](int64_t, const Band& band, T* scratch) {
+                           const int64_t n = band.image;
+                           aggregation_kernels<T>(f).backward(problem.p, problem.maps(band),
+                                                              values<T>(grad_y) + n * problem.map_size, band.rows,
+                                                              scratch, to_beta + n * problem.map_size,
+                                                              {to_w + problem.first_weight(band), f.pixels()}, nullptr);
+                         });
   return {problem.by_channels(grad_beta), as_type(grad_w, problem.like.scalar_type())};
 }
 

@@ -1,4 +1,5 @@
-// norm_affine, forward and backward: the affine form of a norm, computed in float64. The definition is in schemas.py.
+// norm_affine, forward and backward: the affine form of a norm, computed in float64; and track_statistics, the update
+// of its running statistics. The definitions are in schemas.py.
 #include <cmath>
 #include <tuple>
 
@@ -42,10 +43,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_affine_backward(const Tensor& gr
                             tensor_of<T>(to_weight.data(), var, {C}), tensor_of<T>(g + 2 * C, var, {C})};)
 }
 
+void track_statistics(Tensor running_mean, Tensor running_var, Tensor batches, const Tensor& mean, const Tensor& var,
+                      int64_t values, double momentum) {
+  check_track_statistics(running_mean, running_var, batches, mean, var, values);
+  const std::vector<double> means = doubles(mean), vars = doubles(var);
+  SAN_SUM_TYPE(running_mean, {
+    T *to_mean = running_mean.mutable_data_ptr<T>(), *to_var = running_var.mutable_data_ptr<T>();
+    for (size_t c = 0; c < means.size(); ++c) {
+      to_mean[c] = static_cast<T>(to_mean[c] + momentum * (means[c] - to_mean[c]));
+      to_var[c] = static_cast<T>(to_var[c] + momentum * (vars[c] * values / (values - 1) - to_var[c]));
+    }
+  })
+  ++*batches.mutable_data_ptr<int64_t>();
+}
+
 }  // namespace
 }  // namespace san::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
   m.impl("norm_affine", TORCH_BOX(&san::cpu::norm_affine));
   m.impl("norm_affine_backward", TORCH_BOX(&san::cpu::norm_affine_backward));
+  m.impl("track_statistics", TORCH_BOX(&san::cpu::track_statistics));
 }

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <tuple>
 
-#include "bands.h"
+#include "attend.h"
 
 namespace san::cpu {
 namespace {
@@ -128,6 +128,19 @@ struct Gradients {
     return tensor_of<T>(norm.data(), problem.center, {3, d});
   }
 
+  // Those of center, around, norm, weight1, shift2 and weight2.
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> all() {
+    const std::vector<double> total = sum_over_tasks(sums, size);
+    const double *weight1 = total.data() + sizes[0], *shift2 = weight1 + sizes[1], *weight2 = shift2 + sizes[2];
+    const Tensor norm = finish(total.data());
+    return {center,
+            around,
+            norm,
+            tensor_of<T>(weight1, problem.center, problem.weight1.sizes().vec()),
+            tensor_of<T>(shift2, problem.center, {problem.p.hidden}),
+            tensor_of<T>(weight2, problem.center, problem.weight2.sizes().vec())};
+  }
+
   const Problem<T>& problem;
   const int64_t sizes[4], size;
   std::vector<T> sums;
@@ -196,8 +209,8 @@ Tensor weights(const Problem<T>& problem) {
   const std::vector<Band> bands = bands_alone(problem.N, p.footprint);
   for_each_task<T>(bands.size(), kernels<T>().scratch(p, most_rows(bands), false), [&](int64_t task, T* scratch) {
     const Band& band = bands[task];
-    kernels<T>().weights(p, problem.maps(band.image), band.rows, scratch,
-                         data + band.image * p.weights * K * problem.P);
+    T* first = data + band.image * p.weights * K * problem.P + band.rows.first * p.footprint.width;
+    kernels<T>().weights(p, problem.maps(band.image), band.rows, scratch, {first, problem.P}, nullptr);
   });
   return w;
 }
@@ -212,19 +225,55 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> weights_backward(cons
   Gradients<T> to(problem, bands.size());
   for_each_band_apart<T>(
       bands, kernels<T>().scratch(p, most_rows(bands), true), [&](int64_t task, const Band& band, T* scratch) {
-        kernels<T>().weights_backward(p, problem.maps(band.image), values<T>(ws) + band.image * image,
-                                      values<T>(grads) + band.image * image, band.rows, scratch,
+        const int64_t first = band.image * image + band.rows.first * p.footprint.width;
+        kernels<T>().weights_backward(p, problem.maps(band.image), {values<T>(ws) + first, problem.P},
+                                      {values<T>(grads) + first, problem.P}, nullptr, band.rows, scratch,
                                       to.of(task, band.image));
       });
-  const std::vector<double> sums = sum_over_tasks(to.sums, to.size);
-  const double *weight1 = sums.data() + to.sizes[0], *shift2 = weight1 + to.sizes[1], *weight2 = shift2 + to.sizes[2];
-  const Tensor norm = to.finish(sums.data());
-  return {to.center,
-          to.around,
-          norm,
-          tensor_of<T>(weight1, problem.center, problem.weight1.sizes().vec()),
-          tensor_of<T>(shift2, problem.center, {p.hidden}),
-          tensor_of<T>(weight2, problem.center, problem.weight2.sizes().vec())};
+  return to.all();
+}
+
+template <class T>
+Values<T> values_of(const Problem<T>& problem, const Tensor& beta) {
+  return {beta, problem.p.footprint, problem.p.weights, 1};
+}
+
+// y, and the softmax [N, 2, G, P] with which `attend_backward` computes the weights again.
+template <class T>
+std::tuple<Tensor, Tensor> attend(const Problem<T>& problem, const Tensor& beta) {
+  const Pairs<T>& p = problem.p;
+  Tensor softmax = torch::stable::new_empty(problem.center, {problem.N, 2, p.weights, problem.P});
+  T* out = softmax.template mutable_data_ptr<T>();
+  const Tensor y = attend(
+      values_of(problem, beta), [&](int64_t rows) { return kernels<T>().scratch(p, rows, false); },
+      [&](const Band& band, T* scratch, BandWeights<T> w) {
+        kernels<T>().weights(p, problem.maps(band.image), band.rows, scratch, w,
+                             out + band.image * 2 * p.weights * problem.P);
+      });
+  return {y, softmax};
+}
+
+using AttendGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+template <class T>
+AttendGradients attend_backward(const Problem<T>& problem, const Tensor& grad, const Tensor& softmax,
+                                const Tensor& beta) {
+  const Pairs<T>& p = problem.p;
+  const Values<T> x = values_of(problem, beta);
+  const std::vector<Band> bands = bands_of_gradients(x);
+  Gradients<T> to(problem, bands.size());
+  const Tensor kept = as<T>(softmax);
+  const Tensor to_beta = attend_backward(
+      x, grad, bands, [&](int64_t rows) { return kernels<T>().scratch(p, rows, true); },
+      [&](const Band& band, T* scratch, BandWeights<T> w) {
+        kernels<T>().weights_again(p, problem.maps(band.image), band.rows, scratch, w,
+                                   values<T>(kept) + band.image * 2 * p.weights * problem.P);
+      },
+      [&](int64_t task, const Band& band, T* scratch, BandWeights<T> w, BandWeights<T> to_w, const T* mean) {
+        kernels<T>().weights_backward(p, problem.maps(band.image), {w.data, w.pitch}, {to_w.data, to_w.pitch}, mean,
+                                      band.rows, scratch, to.of(task, band.image));
+      });
+  return std::tuple_cat(to.all(), std::tuple(to_beta));
 }
 
 std::tuple<Tensor, Tensor> pair_covariance(const Tensor& center, const Tensor& around, const Tensor& norm,
@@ -241,13 +290,13 @@ std::tuple<Tensor, Tensor, Tensor> pair_covariance_backward(const Tensor& grad_m
 }
 
 Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight1,
-                    const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products,
-                    bool){SAN_SUM_TYPE(center,
-                                       {
-                                         Problem<T> problem(center, around, norm, kernel_size, products);
-                                         problem.take_mapping(weight1, shift2, weight2);
-                                         return as_type(weights(problem), weight2.scalar_type());
-                                       })}
+                    const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products, bool) {
+  SAN_SUM_TYPE(center, {
+    Problem<T> problem(center, around, norm, kernel_size, products);
+    problem.take_mapping(weight1, shift2, weight2);
+    return as_type(weights(problem), weight2.scalar_type());
+  });
+}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward(
     const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& around, const Tensor& norm,
@@ -260,7 +309,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward
     return {to_center, to_around,
             to_norm,   as_type(to_weight1, weight1.scalar_type()),
             to_shift2, as_type(to_weight2, weight2.scalar_type())};
-  })
+  });
+}
+
+std::tuple<Tensor, Tensor> attend_pairs(const Tensor& center, const Tensor& around, const Tensor& norm,
+                                        const Tensor& weight1, const Tensor& shift2, const Tensor& weight2,
+                                        const Tensor& beta, int64_t kernel_size, int64_t products, bool) {
+  SAN_SUM_TYPE(center, {
+    Problem<T> problem(center, around, norm, kernel_size, products);
+    problem.take_mapping(weight1, shift2, weight2), check_same(weight2, center, "weights and maps");
+    check_values({&beta}, center, problem.p.weights);
+    return attend(problem, beta);
+  });
+}
+
+AttendGradients attend_pairs_backward(const Tensor& grad, const Tensor& softmax, const Tensor& center,
+                                      const Tensor& around, const Tensor& norm, const Tensor& weight1,
+                                      const Tensor& shift2, const Tensor& weight2, const Tensor& beta,
+                                      int64_t kernel_size, int64_t products, bool) {
+  SAN_SUM_TYPE(center, {
+    Problem<T> problem(center, around, norm, kernel_size, products);
+    problem.take_mapping(weight1, shift2, weight2), check_same(weight2, center, "weights and maps");
+    check_values({&beta, &grad}, center, problem.p.weights);
+    STD_TORCH_CHECK(softmax.sizes().vec() == std::vector({problem.N, int64_t(2), problem.p.weights, problem.P}),
+                    "softmax must be the second result of attend_pairs");
+    check_same(softmax, center, "softmax and the maps");
+    return attend_backward(problem, grad, softmax, beta);
+  });
 }
 
 }  // namespace
@@ -271,4 +346,6 @@ STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
   m.impl("pair_covariance_backward", TORCH_BOX(&san::cpu::pair_covariance_backward));
   m.impl("pair_weights", TORCH_BOX(&san::cpu::pair_weights));
   m.impl("pair_weights_backward", TORCH_BOX(&san::cpu::pair_weights_backward));
+  m.impl("attend_pairs", TORCH_BOX(&san::cpu::attend_pairs));
+  m.impl("attend_pairs_backward", TORCH_BOX(&san::cpu::attend_pairs_backward));
 }

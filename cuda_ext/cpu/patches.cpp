@@ -1,8 +1,8 @@
-// patch_linear, forward and backward. The definition is in schemas.py; the loops over the pixels are in
-// simd/patches.cpp.
+// patch_linear and attend_patches, forward and backward. The definitions are in schemas.py; the loops over the pixels
+// are in simd/patches.cpp.
 #include <tuple>
 
-#include "bands.h"
+#include "attend.h"
 
 namespace san::cpu {
 namespace {
@@ -93,10 +93,83 @@ Gradients patch_linear_backward(const Tensor& grad, const Tensor& center, const 
   })
 }
 
+// The inputs of attend_patches. The hidden maps are planes, [N, E, H, W].
+template <class T>
+struct Attention {
+  Attention(const Tensor& hidden, const Tensor& weight, const Tensor& bias, const Tensor& beta, const Footprint& f)
+      : a(as<T>(torch::stable::transpose(torch::stable::transpose(hidden, 2, 3), 1, 2))),
+        weight(as<T>(weight)),
+        bias(as<T>(bias)),
+        layer{weight.size(0), weight.size(1), values<T>(this->weight), values<T>(this->bias)},
+        P(f.pixels()),
+        x(beta, f, layer.rows / f.positions(), kernels<T>().lanes) {}
+
+  int64_t wide() const { return (layer.hidden + x.lanes - 1) / x.lanes * x.lanes; }
+  int64_t scratch(int64_t rows) const { return 2 * wide() * x.pitch(rows); }
+  int64_t first(const Band& band) const { return band.rows.first * x.p.footprint.width; }
+  int64_t count(const Band& band) const { return (band.rows.last - band.rows.first) * x.p.footprint.width; }
+  const T* image(const Band& band) const { return values<T>(a) + band.image * layer.hidden * P; }
+  void weigh(const Band& band, T* scratch, BandWeights<T> w) const {
+    kernels<T>().weights(layer, image(band), P, first(band), count(band), scratch, w);
+  }
+
+  const Tensor a, weight, bias;
+  const LastLayer<T> layer;
+  const int64_t P;
+  const Values<T> x;
+};
+
+template <class T>
+Gradients attend_backward(const Attention<T>& attention, const Tensor& grad) {
+  const LastLayer<T>& layer = attention.layer;
+  const std::vector<Band> bands = bands_of_gradients(attention.x);
+  const int64_t wide = attention.wide(), size = layer.rows * (wide + 1);
+  std::vector<T> sums(bands.size() * size);
+  Tensor to_a = torch::stable::empty_like(attention.a);
+  T* out = to_a.template mutable_data_ptr<T>();
+  const Tensor to_beta = attend_backward(
+      attention.x, grad, bands, [&](int64_t rows) { return attention.scratch(rows); },
+      [&](const Band& band, T* scratch, BandWeights<T> w) { attention.weigh(band, scratch, w); },
+      [&](int64_t task, const Band& band, T* scratch, BandWeights<T>, BandWeights<T> to_w, const T*) {
+        T* sum = sums.data() + task * size;
+        kernels<T>().weights_backward(layer, attention.image(band), attention.P, attention.first(band),
+                                      attention.count(band), to_w, scratch,
+                                      {out + band.image * layer.hidden * attention.P, sum, sum + layer.rows * wide});
+      });
+  const std::vector<double> total = sum_over_tasks(sums, size);
+  std::vector<double> to_weight(layer.rows * layer.hidden);
+  for (int64_t row = 0; row < layer.rows; ++row)
+    std::copy_n(total.begin() + row * wide, layer.hidden, to_weight.begin() + row * layer.hidden);
+  return {torch::stable::transpose(torch::stable::transpose(to_a, 1, 2), 2, 3),
+          tensor_of<T>(to_weight.data(), attention.weight, {layer.rows, layer.hidden}),
+          tensor_of<T>(total.data() + layer.rows * wide, attention.weight, {layer.rows}), to_beta};
+}
+
+Tensor attend_patches(const Tensor& hidden, const Tensor& weight, const Tensor& bias, const Tensor& beta,
+                      int64_t kernel_size, bool) {
+  const Footprint f = check_last_layer(hidden, weight, bias, kernel_size);
+  check_values({&beta}, hidden, weight.size(0) / f.positions());
+  SAN_SUM_TYPE(hidden, {
+    const Attention<T> attention(hidden, weight, bias, beta, f);
+    return attend(
+        attention.x, [&](int64_t rows) { return attention.scratch(rows); },
+        [&](const Band& band, T* scratch, BandWeights<T> w) { attention.weigh(band, scratch, w); });
+  })
+}
+
+Gradients attend_patches_backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& bias,
+                                  const Tensor& beta, int64_t kernel_size, bool) {
+  const Footprint f = check_last_layer(hidden, weight, bias, kernel_size);
+  check_values({&beta, &grad}, hidden, weight.size(0) / f.positions());
+  SAN_SUM_TYPE(hidden, return attend_backward(Attention<T>(hidden, weight, bias, beta, f), grad);)
+}
+
 }  // namespace
 }  // namespace san::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
   m.impl("patch_linear", TORCH_BOX(&san::cpu::patch_linear));
   m.impl("patch_linear_backward", TORCH_BOX(&san::cpu::patch_linear_backward));
+  m.impl("attend_patches", TORCH_BOX(&san::cpu::attend_patches));
+  m.impl("attend_patches_backward", TORCH_BOX(&san::cpu::attend_patches_backward));
 }

@@ -1,4 +1,5 @@
-// norm_affine, forward and backward: a norm's mean, scale and shift. Definition: san/ops/fused_reference.py.
+// norm_affine, forward and backward: a norm's mean, scale and shift; and track_statistics, the update of its running
+// statistics. Definitions: schemas.py.
 #include <tuple>
 
 #include "launch.h"
@@ -35,6 +36,17 @@ __global__ void norm_affine_gradient_kernel(Floats grad, Floats var, Floats weig
   }
 }
 
+// Predicted for an H100: 0.003 ms, for the launch.
+__global__ void track_statistics_kernel(Floats running_mean, Floats running_var, int64_t* batches, Floats mean,
+                                        Floats var, double correction, double momentum, int64_t channels) {
+  SAN_FOR_EACH(c, channels) {
+    const double old_mean = running_mean.get(c), old_var = running_var.get(c);
+    running_mean.set(c, old_mean + momentum * (mean.get(c) - old_mean));
+    running_var.set(c, old_var + momentum * (var.get(c) * correction - old_var));
+    if (c == 0) ++*batches;
+  }
+}
+
 // A vector as contiguous values; `kept` owns them.
 Floats vector_of(const Tensor& x, int64_t channels, Tensor& kept) {
   STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == channels, "weight and bias must have the ", channels,
@@ -68,10 +80,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_affine_backward(const Tensor& gr
   return {out[0], out[1], out[2], out[3]};
 }
 
+void track_statistics(Tensor running_mean, Tensor running_var, Tensor batches, const Tensor& mean, const Tensor& var,
+                      int64_t values, double momentum) {
+  check_track_statistics(running_mean, running_var, batches, mean, var, values);
+  const OperatorGuard guard("track_statistics", mean);
+  const int64_t C = mean.size(0);
+  Tensor kept[2];
+  SAN_LAUNCH(track_statistics_kernel, blocks_for(C), kThreads, current_stream(mean), Floats(running_mean),
+             Floats(running_var), batches.mutable_data_ptr<int64_t>(), vector_of(mean, C, kept[0]),
+             vector_of(var, C, kept[1]), double(values) / (values - 1), momentum, C);
+}
+
 }  // namespace
 }  // namespace san::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(SAN_LIBRARY, SAN_DEVICE, m) {
   m.impl("norm_affine", TORCH_BOX(&san::cuda::norm_affine));
   m.impl("norm_affine_backward", TORCH_BOX(&san::cuda::norm_affine_backward));
+  m.impl("track_statistics", TORCH_BOX(&san::cuda::track_statistics));
 }

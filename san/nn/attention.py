@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from san import ops
 from san.choice import ChoiceError, ModelError, choose
 from san.nn.inputs import check_map, specialize
-from san.nn.mapping import MAPPINGS, Gamma
+from san.nn.mapping import MAPPINGS, Gamma, PairMaps
 from san.nn.norm import convolve_each, is_plain
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation, compute
@@ -149,19 +149,33 @@ class PairwiseAttention(VectorAttention):
         d = row.channels(self.relation_channels, footprint**2) + (CHANNELS if self.position is not None else 0)
         self.gamma = Gamma.of((d, *hidden, self.weight_channels))
 
+    def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
+        """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
+        maps = self._fused_maps(phi_NRHW, psi_NRHW)
+        own_weights = type(self).attention_weights is PairwiseAttention.attention_weights
+        if maps is None or not own_weights or not self.gamma.fuses_values("attend_pairs", maps[:2], beta_NMHW):
+            return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
+        return self.gamma.attend_pairs(maps, beta_NMHW, self.footprint)
+
     def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, [N, G, K, P]: the weights of a pixel sum to 1 in each weight channel."""
-        pairs = PAIRWISE[self.relation].pairs
-        if pairs is not None and isinstance(self.gamma, Gamma) and (self.position is None or is_plain(self.position, Position)):
-            maps = pairs(phi_NRHW, psi_NRHW)
-            if self.gamma.fuses_pairs(maps):
-                maps = maps if self.position is None else self.position.appended_to(maps)
-                return self.gamma.pair_weights(maps, self.footprint, phi_NRHW.dtype)
+        maps = self._fused_maps(phi_NRHW, psi_NRHW)
+        if maps is not None:
+            return self.gamma.pair_weights(maps, self.footprint, phi_NRHW.dtype)
         relation_NdKP = compute(self.relation, PAIRWISE[self.relation], phi_NRHW, psi_NRHW, self.footprint)
         if self.position is not None:
             position_12KP = self.position(phi_NRHW, self.footprint)
             relation_NdKP = torch.cat((relation_NdKP, position_12KP.expand(phi_NRHW.shape[0], -1, -1, -1)), 1)
         return self.gamma(relation_NdKP).softmax(dim=2)
+
+    def _fused_maps(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> PairMaps | None:
+        """What the fused operators read, or None if they do not compute this relation and mapping."""
+        pairs = PAIRWISE[self.relation].pairs
+        is_usual = isinstance(self.gamma, Gamma) and (self.position is None or is_plain(self.position, Position))
+        maps = pairs(phi_NRHW, psi_NRHW) if pairs is not None and is_usual else None
+        if maps is None or not self.gamma.fuses_pairs(maps):
+            return None
+        return maps if self.position is None else self.position.appended_to(maps)
 
     def extra_repr(self) -> str:
         position = "none" if self.position is None else self.position.encoding
@@ -202,13 +216,27 @@ class PatchwiseAttention(VectorAttention):
         is_shared = self.roles[0] == self.roles[1]
         return row.when_shared if is_shared and row.when_shared is not None else row
 
+    def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
+        """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
+        own_weights = type(self).attention_weights is PatchwiseAttention.attention_weights
+        if not self._fuses(psi_NRHW) or not own_weights or not self.gamma.fuses_values("attend_patches", [psi_NRHW], beta_NMHW):
+            return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
+        return self.gamma.attend_patches(self._own(phi_NRHW), psi_NRHW, beta_NMHW, self.footprint)
+
     def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """One weight vector per position of the footprint, unbounded: [N, G, K, P]."""
-        if self.relation == "concatenation" and isinstance(self.gamma, Gamma) and self.gamma.fuses_patches(psi_NRHW):
-            center = phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]  # x_i is part of its own footprint
-            return self.gamma.patch_weights(center, psi_NRHW, self.footprint)
+        if self._fuses(psi_NRHW):
+            return self.gamma.patch_weights(self._own(phi_NRHW), psi_NRHW, self.footprint)
         patch_Nd1P = compute(self.relation, self.row, phi_NRHW, psi_NRHW, self.footprint)
         return self.gamma(patch_Nd1P).unflatten(1, (self.weight_channels, self.footprint**2)).squeeze(3)
+
+    def _fuses(self, psi_NRHW: Tensor) -> bool:
+        """Whether the fused operators compute this relation and mapping."""
+        return self.relation == "concatenation" and isinstance(self.gamma, Gamma) and self.gamma.fuses_patches(psi_NRHW)
+
+    def _own(self, phi_NRHW: Tensor) -> Tensor:
+        """The pixel's own channels in a patch: none if x_i, as part of its own footprint, is there already."""
+        return phi_NRHW if self.row.when_shared is not None else phi_NRHW[:, :0]
 
 
 class ScalarAttention(SelfAttention):

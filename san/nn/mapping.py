@@ -6,7 +6,7 @@ shift. The statistics of the second norm of a pairwise gamma follow from the mea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -86,6 +86,15 @@ class Gamma(nn.Sequential):
         is_narrow = isinstance(norm, nn.BatchNorm2d) and norm.num_features <= MOST_CHANNELS
         return not x.is_cuda or (layers == 6 and maps.products == 0 and x.dtype != torch.float64 and is_narrow)
 
+    def fuses_values(self, operator: str, maps: Sequence[Tensor], beta_NMHW: Tensor) -> bool:
+        """Whether `operator`, `attend_pairs` or `attend_patches`, can also sum the values, so that no weights are stored."""
+        if not fuses(operator, beta_NMHW) or not self._is_plain(len(self)):
+            return False
+        # The last layer of a patchwise mapping is fused if a hidden layer separates it from the patches.
+        has_layers = operator == "attend_pairs" or (len(self) > 3 and self[-1].bias is not None)
+        tensors = (*maps, self[-1].weight)
+        return has_layers and all(x.dtype == beta_NMHW.dtype and x.dtype.itemsize >= 4 for x in tensors)
+
     def fuses_patches(self, x_NRHW: Tensor) -> bool:
         """Whether `patch_weights` can replace the first norm, ReLU and Linear."""
         if not fuses("patch_linear", x_NRHW) or not self._is_plain(3) or len(self) % 3 or x_NRHW.numel() == 0:
@@ -109,17 +118,25 @@ class Gamma(nn.Sequential):
         wide = torch.promote_types(maps.center.dtype, torch.float32)
         maps = maps._replace(center=maps.center.to(wide), around=maps.around.to(wide))
         # Half weights give half attention weights; everything else stays in float32 or float64.
-        to = dtype if dtype.itemsize == 2 else wide
-
-        def mapping() -> tuple[Tensor, ...]:
-            return self._pair_mapping(maps, kernel_size, to)
-
-        batch = any(isinstance(layer, nn.BatchNorm2d) and uses_batch(layer) for layer in self)
-        norm, weight1, shift2, weight2 = mapping() if batch else kept(self, maps.center, to, mapping)
+        norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, dtype if dtype.itemsize == 2 else wide)
         return kernels.pair_weights(*maps[:2], norm, weight1, shift2, weight2, kernel_size, maps.products).to(dtype)
 
-    def _pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """norm, weight1, shift2 and weight2 of `pair_weights`. In evaluation they do not depend on the maps."""
+    def attend_pairs(self, maps: PairMaps, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
+        """The weighted sum of beta with the weights of `pair_weights`, [N, M, H, W]. Requires `fuses_pairs`, `fuses_values`."""
+        norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, beta_NMHW.dtype)
+        return kernels.attend_pairs(*maps[:2], norm, weight1, shift2, weight2, beta_NMHW, kernel_size, maps.products)
+
+    def _pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, ...]:
+        """norm, weight1, shift2 and weight2 of `pair_weights`."""
+
+        def mapping() -> tuple[Tensor, ...]:
+            return self._new_pair_mapping(maps, kernel_size, to)
+
+        batch = any(isinstance(layer, nn.BatchNorm2d) and uses_batch(layer) for layer in self)
+        return mapping() if batch else kept(self, maps.center, to, mapping)
+
+    def _new_pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In evaluation, the result does not depend on the maps."""
         (center, around, products), wide = maps, maps.center.dtype
         values = center.numel() // center.shape[1] * kernel_size**2
         norm1, last = self[0], self[-1]
@@ -151,6 +168,21 @@ class Gamma(nn.Sequential):
         Raises:
             ValueError: a norm needs batch statistics, but there is only one value per channel.
         """
+        K = kernel_size**2
+        u_NEHW = self._patch_layers(center_NCHW, around_NRHW, kernel_size, len(self))
+        if u_NEHW.is_cuda and self._is_plain(len(self)):
+            return u_NEHW.unflatten(1, (K, -1)).transpose(1, 2).flatten(3)
+        return u_NEHW.unflatten(1, (-1, K)).flatten(3)
+
+    def attend_patches(self, center_NCHW: Tensor, around_NRHW: Tensor, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
+        """The weighted sum of beta with the weights of `patch_weights`, [N, M, H, W]. Requires `fuses_patches` and
+        `fuses_values`."""
+        u_NEHW, last = self._patch_layers(center_NCHW, around_NRHW, kernel_size, len(self) - 1), self[-1]
+        assert isinstance(last, nn.Conv2d) and last.bias is not None
+        return kernels.attend_patches(u_NEHW, last.weight.flatten(1), last.bias, beta_NMHW, kernel_size)
+
+    def _patch_layers(self, center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int, layers: int) -> Tensor:
+        """The result of the first layers for every pixel's patch, [N, E, H, W]."""
         dtype, (N, _, H, W) = around_NRHW.dtype, around_NRHW.shape
         wide = torch.promote_types(dtype, torch.float32)
         center, around = center_NCHW.to(wide), around_NRHW.to(wide)
@@ -164,12 +196,11 @@ class Gamma(nn.Sequential):
         weight, bias = self._rows(2, K, around.is_cuda)
         u_NEHW = kernels.patch_linear(center, around, norm, weight.to(dtype if dtype.itemsize == 2 else wide), kernel_size)
         u_NEHW = (u_NEHW if bias is None else u_NEHW + bias[:, None, None]).to(dtype)
-        for at in range(3, len(self), 3):
+        for at in range(3, layers, 3):
             u_NEHW = norm_relu(self[at], self[at + 1], u_NEHW)
-            u_NEHW = self._linear(at + 2, K, u_NEHW)
-        if around.is_cuda and self._is_plain(len(self)):
-            return u_NEHW.unflatten(1, (K, -1)).transpose(1, 2).flatten(3)
-        return u_NEHW.unflatten(1, (-1, K)).flatten(3)
+            if at + 2 < layers:
+                u_NEHW = self._linear(at + 2, K, u_NEHW)
+        return u_NEHW
 
     def _rows(self, at: int, K: int, is_cuda: bool) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a Linear layer. On a GPU, the last layer's rows, [G, K], are in the order in which the aggregation

@@ -63,6 +63,11 @@ def affine_of(norm: nn.BatchNorm2d, values: int, dtype: torch.dtype, statistics:
 @torch.no_grad()
 def _update_running_stats(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, values: int) -> None:
     """As BatchNorm does: running means move towards the batch's; variances are corrected by n / (n - 1)."""
+    tracked = [x for x in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if x is not None]
+    is_usual = len(tracked) == 3 and all(x.dtype in (torch.float32, torch.float64, torch.int64) for x in tracked)
+    if is_usual and norm.momentum is not None:
+        kernels.track_statistics(tracked[0], tracked[1], tracked[2], mean, var, values, norm.momentum)
+        return
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
     momentum: float | Tensor = 0.0 if norm.momentum is None else norm.momentum

@@ -22,6 +22,17 @@ def norm_affine(mean_c: Tensor, var_c: Tensor, weight_c: Tensor, bias_c: Tensor,
     return torch.ops.san.norm_affine(mean_c, var_c, weight_c, bias_c, eps)
 
 
+def track_statistics(
+    running_mean: Tensor, running_var: Tensor, batches: Tensor, mean_c: Tensor, var_c: Tensor, values: int, momentum: float
+) -> None:
+    """Moves running statistics, float32 or float64, towards those of a batch, and counts it, as BatchNorm does in training.
+
+    `var_c` is the biased variance of `values` values per channel; the running variance is corrected by n / (n - 1).
+    """
+    _load()
+    torch.ops.san.track_statistics(running_mean, running_var, batches, mean_c, var_c, values, momentum)
+
+
 def pair_statistics(center_NdHW: Tensor, around_NdHW: Tensor, kernel_size: int, products: int = 0) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of delta = center_i - around_j over all pairs, [d] each.
 
@@ -65,6 +76,25 @@ def pair_weights(
     return w_NGKP
 
 
+def attend_pairs(
+    center_NdHW: Tensor,
+    around_NdHW: Tensor,
+    norm_3d: Tensor,
+    weight1_Ed: Tensor,
+    shift2_E: Tensor,
+    weight2_GE: Tensor,
+    beta_NMHW: Tensor,
+    kernel_size: int,
+    products: int = 0,
+) -> Tensor:
+    """The weighted sum of beta over the footprint with the weights of `pair_weights`, which are never stored, [N, M, H, W]."""
+    maps = _maps(center_NdHW, around_NdHW, kernel_size)
+    mapping = norm_3d, weight1_Ed, shift2_E, weight2_GE
+    beta_NHWM = beta_NMHW.permute(0, 2, 3, 1)
+    y_NHWM, _ = torch.ops.san.attend_pairs(*maps, *mapping, beta_NHWM, kernel_size, products, _may_use_tf32())
+    return _in_format_of(beta_NMHW, y_NHWM)
+
+
 def patch_statistics(center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each column of a patch over all pixels, [columns] each; columns as in `patch_linear`."""
     mean, var = torch.ops.san.patch_statistics(*_maps(center_NCHW, around_NRHW, kernel_size), kernel_size)
@@ -80,6 +110,18 @@ def patch_linear(center_NCHW: Tensor, around_NRHW: Tensor, norm: Tensor, weight:
     maps = _maps(center_NCHW, around_NRHW, kernel_size)
     u_NEHW: Tensor = torch.ops.san.patch_linear(*maps, norm, weight, kernel_size, _may_use_tf32())
     return u_NEHW
+
+
+def attend_patches(hidden_NEHW: Tensor, weight: Tensor, bias: Tensor, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
+    """The weighted sum of beta over the footprint, [N, M, H, W], with the weights weight hidden + bias, which are never stored.
+
+    weight [G * K, E], bias [G * K].
+    """
+    check_footprint(kernel_size, *beta_NMHW.shape[2:])
+    _load()
+    hidden_NHWE, beta_NHWM = hidden_NEHW.permute(0, 2, 3, 1), beta_NMHW.permute(0, 2, 3, 1)
+    y_NHWM = torch.ops.san.attend_patches(hidden_NHWE, weight, bias, beta_NHWM, kernel_size, _may_use_tf32())
+    return _in_format_of(beta_NMHW, y_NHWM)
 
 
 def norm_relu(
@@ -119,6 +161,12 @@ def _maps(center_NCHW: Tensor, around_NCHW: Tensor, kernel_size: int) -> tuple[T
     check_footprint(kernel_size, *around_NCHW.shape[2:])
     _load()
     return center_NCHW.permute(0, 2, 3, 1).contiguous(), around_NCHW.permute(0, 2, 3, 1).contiguous()
+
+
+def _in_format_of(beta_NMHW: Tensor, y_NHWM: Tensor) -> Tensor:
+    """y as [N, M, H, W], channels-last if beta is, otherwise contiguous."""
+    y_NMHW = y_NHWM.permute(0, 3, 1, 2)
+    return y_NMHW if library.is_channels_last(beta_NMHW) else y_NMHW.contiguous()
 
 
 @library.constant

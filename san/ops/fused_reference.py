@@ -74,6 +74,23 @@ def pair_weights(
     return torch.einsum("ge,nekp->ngkp", weight2_GE, hidden).softmax(2)
 
 
+def attend_pairs(
+    center_NHWd: Tensor,
+    around_NHWd: Tensor,
+    norm_3d: Tensor,
+    weight1_Ed: Tensor,
+    shift2_E: Tensor,
+    weight2_GE: Tensor,
+    beta_NHWM: Tensor,
+    kernel_size: int,
+    products: int,
+    tf32: bool = False,
+) -> Tensor:
+    """The weighted sum of beta with the weights of `pair_weights`, [N, H, W, M]."""
+    mapping = norm_3d, weight1_Ed, shift2_E, weight2_GE
+    return _aggregated(beta_NHWM, pair_weights(center_NHWd, around_NHWd, *mapping, kernel_size, products), kernel_size)
+
+
 def patches(center_NHWC: Tensor, around_NHWR: Tensor, kernel_size: int) -> Tensor:
     """The patch of every pixel, [N, columns, P]."""
     center_NCP = center_NHWC.permute(0, 3, 1, 2).flatten(2)
@@ -93,6 +110,14 @@ def patch_linear(
     return torch.einsum("ec,ncp->nep", weight, activated).unflatten(2, center_NHWC.shape[1:3])
 
 
+def attend_patches(
+    hidden_NHWE: Tensor, weight: Tensor, bias: Tensor, beta_NHWM: Tensor, kernel_size: int, tf32: bool = False
+) -> Tensor:
+    """The weighted sum of beta with the weights linear(hidden), [N, H, W, M]."""
+    weight_NGKP = linear(hidden_NHWE.flatten(1, 2), weight, bias).mT.unflatten(1, (-1, kernel_size**2))
+    return _aggregated(beta_NHWM, weight_NGKP, kernel_size)
+
+
 def norm_relu(
     x_NHWC: Tensor, weight_C: Tensor, bias_C: Tensor, mean_C: Tensor | None, var_C: Tensor | None, eps: float
 ) -> Tensor:
@@ -109,6 +134,10 @@ def max_pool(x_NHWC: Tensor) -> Tensor:
 def stem(weight_Cc: Tensor, bias_C: Tensor, x_NHWc: Tensor, half: bool = False) -> Tensor:
     """A Linear layer, ReLU and 2x2 max pooling, [N, H / 2, W / 2, C]."""
     return max_pool(linear(x_NHWc, weight_Cc, bias_C).relu())
+
+
+def _aggregated(beta_NHWM: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Tensor:
+    return reference.aggregation(beta_NHWM.permute(0, 3, 1, 2), weight_NGKP, kernel_size).permute(0, 2, 3, 1)
 
 
 def _statistics(x_Nc: Tensor) -> tuple[Tensor, Tensor]:

@@ -161,6 +161,22 @@ def _patch_linear(center: Tensor, around: Tensor, norm: Tensor, weight: Tensor, 
     return around.new_empty(N, len(weight), H, W)
 
 
+def _attended(beta: Tensor, kernel_size: int) -> Tensor:
+    check_footprint(kernel_size, *beta.shape[1:3])
+    return beta.new_empty(beta.shape)
+
+
+def _attend_pairs(center: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    (N, H, W, _), weight2, beta, kernel_size = center.shape, *arguments[4:7]
+    return _attended(beta, kernel_size), center.new_empty(N, 2, len(weight2), H * W)
+
+
+def _planes(hidden: Tensor) -> Tensor:
+    """An empty map [N, H, W, E] that is stored as [N, E, H, W]."""
+    N, H, W, E = hidden.shape
+    return hidden.new_empty(N, E, H, W).permute(0, 2, 3, 1)
+
+
 def _pair_channels(center: Tensor, around: Tensor, kernel_size: int, products: int) -> tuple[Tensor, Tensor]:
     check_footprint(kernel_size, *center.shape[1:3])
     return center.new_empty(center.shape[3]), center.new_empty(center.shape[3])
@@ -210,6 +226,15 @@ def _patch_linear_flops(center: Any, around: Any, norm: Any, weight: Any, *rest:
 def _pair_weights_flops(center: Any, around: Any, norm: Any, weight1: Any, shift2: Any, weight2: Any, *rest: Any) -> int:
     (N, H, W, _), (E, d), (G, last), kernel_size = center, weight1, weight2, rest[0]
     return 2 * int(N * H * W * kernel_size**2) * (E * d + G * last)
+
+
+def _attend_pairs_flops(*arguments: Any) -> int:
+    *mapping, beta, kernel_size = arguments[:8]
+    return _pair_weights_flops(*mapping, kernel_size) + _aggregation_flops(beta, None, kernel_size)
+
+
+def _attend_patches_flops(hidden: Any, weight: Any, bias: Any, beta: Any, kernel_size: int, *rest: Any) -> int:
+    return 2 * math.prod(hidden[:3]) * math.prod(weight) + _aggregation_flops(beta, None, kernel_size)
 
 
 OPERATORS = (
@@ -279,6 +304,17 @@ OPERATORS = (
         flops_backward=lambda grad, w, *inputs: 2 * _pair_weights_flops(*inputs),
     ),
     Operator(
+        name="attend_pairs",
+        definition=fused_reference.attend_pairs,
+        fake=_attend_pairs,
+        fake_backward=lambda grad, softmax, *inputs: _like(inputs[:7]),
+        backward_arguments=lambda inputs, softmax: (*softmax, *inputs),
+        saved_outputs=(1,),
+        differentiable_outputs=1,
+        flops=_attend_pairs_flops,
+        flops_backward=lambda grad, softmax, *inputs: 2 * _attend_pairs_flops(*inputs),
+    ),
+    Operator(
         name="patch_statistics",
         definition=fused_reference.patch_statistics,
         fake=_patch_columns,
@@ -294,6 +330,15 @@ OPERATORS = (
         backward_arguments=lambda inputs, _: inputs,
         flops=_patch_linear_flops,
         flops_backward=lambda grad, *inputs: 2 * _patch_linear_flops(*inputs),
+    ),
+    Operator(
+        name="attend_patches",
+        definition=fused_reference.attend_patches,
+        fake=lambda *arguments: _attended(*arguments[3:5]),
+        fake_backward=lambda grad, hidden, *rest: (_planes(hidden), *_like(rest[:3])),
+        backward_arguments=lambda inputs, _: inputs,
+        flops=_attend_patches_flops,
+        flops_backward=lambda grad, *inputs: 2 * _attend_patches_flops(*inputs),
     ),
     Operator(
         name="norm_relu",
@@ -389,3 +434,4 @@ def _by_definition(define: Callable[..., Any], grads: Sequence[Tensor], inputs: 
 schemas.define("san")
 for _operator in OPERATORS:
     _register(_operator)
+torch.library.register_fake("san::track_statistics")(lambda *_: None)

@@ -175,4 +175,4 @@ def test_training_runs_no_operator_that_raises_in_deterministic_mode(kind: str) 
     attention.train()
     with Glue() as glue:
         attention(x_NCHW).sum().backward()
-    assert "aggregation_backward" in glue.own and not glue.names.keys() & raising
+    assert "norm_affine_backward" in glue.own and not glue.names.keys() & raising

@@ -13,6 +13,8 @@ from san.ops import fused_reference
 
 KINDS = ("pairwise", "patchwise")
 OPERATORS = ("pair_statistics", "pair_covariance", "pair_weights", "patch_statistics", "patch_linear")
+ON_CPU = (*OPERATORS, "attend_pairs", "attend_patches")
+"""The last two have no kernels for GPUs."""
 STATISTICS = ("pair_statistics", "patch_statistics")
 Tensors = tuple[Tensor, ...]
 
@@ -25,6 +27,7 @@ class Sizes:
         channels: number of channels of the relation, or of one map of a patch.
         hidden: number of hidden channels of the mapping; 0 for a mapping without a hidden layer.
         weights: number of weight channels.
+        shares: number of value channels that share a weight channel.
         products: number of channels of the relation that are products; the others are differences.
         own: whether a patch contains the center of its pixel.
     """
@@ -38,6 +41,7 @@ class Sizes:
     weights: int = 2
     products: int = 0
     own: bool = True
+    shares: int = 2
 
     def __str__(self) -> str:
         rest = f"p{self.products}" if self.products else "" if self.own else "-no-center"
@@ -48,18 +52,18 @@ class Sizes:
 STAGE_5 = Sizes(1, 7, 7, 7, 130, 128, 64)
 """The map, footprint and channels of SAN10's last stage."""
 SIZES = [
-    Sizes(1, 7, 7, 7, 18, 16, 8),  # both mirror images overlap; channels of SAN's stage 2
+    Sizes(1, 7, 7, 7, 18, 16, 8, shares=8),  # both mirror images overlap; channels of SAN's stage 2
     Sizes(2, 9, 6, 3, 6, 4, 2),  # channels of stage 1
     Sizes(1, 5, 5, 3, 34, 32, 16),  # of stage 3
     Sizes(1, 3, 4, 3, 130, 128, 64),  # of stage 5
     Sizes(2, 6, 5, 5, 5, 3, 3, products=3, own=False),  # sizes that are no multiple of a vector
-    Sizes(2, 5, 7, 1, 7, 9, 1, products=7, own=False),
+    Sizes(2, 5, 7, 1, 7, 9, 1, products=7, own=False, shares=9),
     Sizes(2, 4, 3, 3, 1, 1, 1),
     Sizes(2, 4, 4, 7, 3, 1, 2),  # the smallest map for this footprint
     Sizes(1, 9, 8, 15, 2, 3, 1),
     Sizes(1, 33, 5, 5, 9, 2, 2),  # many bands of rows that are shorter than a vector
     Sizes(1, 3, 400, 3, 40, 2, 3),  # rows longer than a block of pixels
-    Sizes(2, 9, 67, 7, 6, 0, 3, products=2),  # no hidden layer
+    Sizes(2, 9, 67, 7, 6, 0, 3, products=2, shares=17),  # no hidden layer
     # More channels than one chunk of the CUDA kernels: products in some or all of them, no hidden layer.
     Sizes(1, 4, 3, 3, 45, 9, 5, products=20),
     Sizes(1, 3, 4, 3, 66, 64, 32, products=66),
@@ -78,6 +82,12 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     s, image = sizes, (sizes.batch, sizes.height, sizes.width)
+    if operator == "attend_pairs":
+        return *sample("pair_weights", sizes, dtype, seed), random(*image, s.weights * s.shares)
+    if operator == "attend_patches":
+        hidden, rows = max(s.hidden, 1), s.weights * s.footprint**2
+        layer = random(rows, hidden) / hidden**0.5, random(rows)
+        return random(*image, hidden), *layer, random(*image, s.weights * s.shares)
     around = random(*image, s.channels)
     if operator.startswith("patch"):
         own = s.channels if s.own else 0
@@ -100,7 +110,7 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
 
 def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:
     """Returns the arguments that follow the tensors."""
-    products = () if operator.startswith("patch") else (sizes.products,)
+    products = () if "patch" in operator else (sizes.products,)
     return (sizes.footprint, *products, *(() if operator in STATISTICS else (tf32,)))
 
 
@@ -111,7 +121,12 @@ def defined(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
 
 
 def computed(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any = None, tf32: bool = False) -> Tensors:
-    """Returns the outputs of an operator, by default of the differentiable one."""
+    """Returns the outputs of an operator that its definition has, too, by default of the differentiable operator."""
+    return with_saved(operator, tensors, sizes, namespace, tf32)[: 1 if operator == "attend_pairs" else None]
+
+
+def with_saved(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any = None, tf32: bool = False) -> Tensors:
+    """Returns all outputs, also those that only the backward operator reads."""
     out = getattr(namespace or torch.ops.san, operator)(*tensors, *rest(operator, sizes, tf32))
     return out if isinstance(out, tuple) else (out,)
 
@@ -125,8 +140,9 @@ def cotangents(outputs: Tensors) -> Tensors:
 def backward_arguments(
     operator: str, tensors: Tensors, outputs: Tensors, grads: Tensors, sizes: Sizes, tf32: bool = False
 ) -> tuple[Any, ...]:
-    """Returns the arguments of the backward operator: gradients, saved tensors, and the rest."""
-    saved = {"pair_weights": (outputs[0], *tensors), "patch_linear": tensors}.get(operator, (*tensors, outputs[0]))
+    """Returns the arguments of the backward operator: gradients, saved tensors, and the rest. `outputs` are all of them."""
+    own = {"pair_weights": (outputs[0], *tensors), "attend_pairs": (outputs[-1], *tensors)}
+    saved = own.get(operator) or (tensors if operator in ("patch_linear", "attend_patches") else (*tensors, outputs[0]))
     return *grads, *saved, *rest(operator, sizes, tf32)
 
 
@@ -134,7 +150,7 @@ def run_kernels(
     operator: str, tensors: Tensors, sizes: Sizes, namespace: Any, tf32: bool = False, grads: Tensors | None = None
 ) -> Tensors:
     """Returns outputs and gradients of the forward and backward operators, without autograd; by default for `cotangents`."""
-    outputs = computed(operator, tensors, sizes, namespace, tf32)
+    outputs = with_saved(operator, tensors, sizes, namespace, tf32)
     grads = cotangents(outputs) if grads is None else grads
     arguments = backward_arguments(operator, tensors, outputs, grads, sizes, tf32)
     return *outputs, *getattr(namespace, f"{operator}_backward")(*arguments)

@@ -170,6 +170,21 @@ def test_norm_affine_matches_the_definition(dtype: torch.dtype, shim: Any) -> No
     torch.testing.assert_close((got.double(), *(x.double() for x in got_grads)), (*want, *grads), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_running_statistics_are_those_of_torch(dtype: torch.dtype, shim: Any) -> None:
+    """On the GPU and on the CPU, whose kernel the shim does not have."""
+    x_NCHW = torch.randn(3, 300, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 7
+    mean, var = x_NCHW.mean((0, 2, 3)), x_NCHW.var((0, 2, 3), correction=0)
+    for operators in (shim, torch.ops.san):
+        norm, other = (torch.nn.BatchNorm2d(300, momentum=0.3, dtype=dtype) for _ in range(2))
+        tracked = norm.running_mean, norm.running_var, norm.num_batches_tracked
+        for _ in range(2):
+            other(x_NCHW.to(dtype))
+            operators.track_statistics(*tracked, mean, var, x_NCHW.numel() // 300, 0.3)
+        torch.testing.assert_close(norm.state_dict(), other.state_dict())
+    torch.library.opcheck(torch.ops.san.track_statistics.default, (*tracked, mean, var, 60, 0.3))
+
+
 UNSUPPORTED = {
     "float64": (Sizes(), torch.float64, "need float32 maps"),
     "products": (Sizes(products=1), torch.float32, "need differences only"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.cases import (
-    OPERATORS,
+    ON_CPU,
     SIZES,
     STATISTICS,
     Sizes,
@@ -28,6 +28,7 @@ from tests.ops.cases import (
     rest,
     sample,
     with_half_weights,
+    with_saved,
 )
 from tests.ops.threads import assert_same_bits_with_any_number_of_threads
 
@@ -36,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 # With few channels, the CPU kernels process 16 pixels at once: rows with one fewer, exactly as many, and more.
 LONG_ROWS = [Sizes(1, 9, width, 3, 4, 4, 2) for width in (15, 16, 37)]
 SOME_PRODUCTS = Sizes(2, 11, 13, 5, 9, 17, 5, products=4)
-every_operator = pytest.mark.parametrize("operator", OPERATORS)
+every_operator = pytest.mark.parametrize("operator", ON_CPU)
 
 
 @pytest.mark.every_isa
@@ -61,8 +62,9 @@ def test_opcheck(operator: str) -> None:
     tensors = tuple(map(channels_first, sample(operator, dtype=torch.float32)))
     leaves = [x.requires_grad_() for x in tensors]
     torch.library.opcheck(getattr(torch.ops.san, operator).default, (*leaves, *rest(operator, Sizes())))
-    outputs = computed(operator, tuple(x.detach() for x in tensors), Sizes())
-    arguments = backward_arguments(operator, tuple(x.detach() for x in tensors), outputs, cotangents(outputs), Sizes())
+    detached = tuple(x.detach() for x in tensors)
+    outputs, grads = with_saved(operator, detached, Sizes()), cotangents(computed(operator, detached, Sizes()))
+    arguments = backward_arguments(operator, detached, outputs, grads, Sizes())
     torch.library.opcheck(getattr(torch.ops.san, f"{operator}_backward").default, arguments)
 
 
@@ -95,7 +97,7 @@ def test_empty_batch(operator: str) -> None:
     sizes = Sizes(batch=0)
     outputs, grads = differentiated(lambda t: computed(operator, t, sizes), sample(operator, sizes))
     assert [x.shape for x in grads] == [x.shape for x in sample(operator, sizes)]
-    if operator in ("pair_weights", "patch_linear"):
+    if operator not in STATISTICS and operator != "pair_covariance":
         assert outputs[0].shape[0] == 0 and all((x == 0).all() for x in grads)
 
 
@@ -109,7 +111,7 @@ def test_same_bits_with_any_number_of_threads(operator: str) -> None:
         )
 
 
-@pytest.mark.parametrize("operator", [name for name in OPERATORS if name not in STATISTICS])  # which have no SIMD code
+@pytest.mark.parametrize("operator", [name for name in ON_CPU if name not in STATISTICS])  # which have no SIMD code
 def test_rejects_an_unknown_instruction_set(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAN_CPU", "nonsense")
     with pytest.raises(RuntimeError, match="SAN_CPU must be baseline, v3 or v4, not nonsense"):
@@ -143,6 +145,12 @@ REFUSALS: dict[str, tuple[tuple[str, Tensors], dict[str, int], str]] = {
     "weight2": (changed("pair_weights", 5, cropped), {}, r"weight2 must be \[G, 5\]"),
     "patches of two sizes": (changed("patch_linear", 0, cropped), {}, "must be maps of one size"),
     "norm of patches": (changed("patch_linear", 2, cropped), {}, r"norm must be \[3, 30\]"),
+    "values": (changed("attend_pairs", 6, lambda x: x[..., 1:]), {}, "must be a positive multiple of the 2 weight channels"),
+    "values of another size": (changed("attend_patches", 3, cropped), {}, r"must be maps \[2, 6, 5, M\]"),
+    "half values": (changed("attend_patches", 3, Tensor.half), {}, "beta and the other maps must have the same dtype"),
+    "half hidden channels": (changed("attend_patches", 0, Tensor.half), {}, "hidden must be float32 or float64"),
+    "last layer": (changed("attend_patches", 1, lambda x: x[1:]), {}, r"weight must be \[G \* 9, 5\]"),
+    "bias": (changed("attend_patches", 2, cropped), {}, "bias must have 18 values"),
     "columns": (changed("patch_linear", 3, cropped), {}, r"weight must be \[E, 30\]"),
 }
 
@@ -157,8 +165,9 @@ def test_kernels_reject(what: str) -> None:
 @every_operator
 def test_backward_rejects_gradients_of_the_wrong_shape(operator: str) -> None:
     tensors = sample(operator)
-    outputs = computed(operator, tensors, Sizes())
-    arguments = backward_arguments(operator, tensors, outputs, (outputs[0][1:], *outputs[1:]), Sizes())
+    outputs = with_saved(operator, tensors, Sizes())
+    grads = computed(operator, tensors, Sizes())
+    arguments = backward_arguments(operator, tensors, outputs, (grads[0][1:], *grads[1:]), Sizes())
     with pytest.raises(RuntimeError, match="must"):
         getattr(torch.ops.san, f"{operator}_backward")(*arguments)
 
@@ -167,9 +176,9 @@ def test_rejects_a_footprint_of_0() -> None:
     """Runs in a new process, because a missing check would crash it."""
     code = """
 from san.ops import library
-from tests.ops.cases import OPERATORS, Sizes, computed, sample
+from tests.ops.cases import ON_CPU, Sizes, computed, sample
 library.load()
-for operator in OPERATORS:
+for operator in ON_CPU:
     try:
         computed(operator, sample(operator), Sizes(footprint=0))
     except RuntimeError as error:
@@ -177,7 +186,7 @@ for operator in OPERATORS:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr}"
-    assert done.stdout.count("0x0 footprint does not fit") == len(OPERATORS)
+    assert done.stdout.count("0x0 footprint does not fit") == len(ON_CPU)
 
 
 @pytest.mark.every_isa

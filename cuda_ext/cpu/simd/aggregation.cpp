@@ -63,7 +63,7 @@ struct PaddedRows {
 template <class T>
 struct Line {
   const Aggregation<T> p;  // a copy, so the compiler knows that no store changes it
-  const int64_t k, K, P, W, width;
+  const int64_t k, K, W, width;
   PaddedRows<T> beta;
   T* own;  // [values, width]: y, or its gradient
 
@@ -74,7 +74,6 @@ struct Line {
       : p(p),
         k(p.footprint.kernel_size),
         K(k * k),
-        P(p.footprint.pixels()),
         W(p.footprint.width),
         width(whole_vectors<T>(W)),
         beta(p, rows, scratch),
@@ -97,20 +96,21 @@ struct Line {
       for (int64_t y = 0; y < k; ++y) visit(y * k + x, y, x);
   }
 
-  // The weights of adjacent positions are P elements apart, too far for the processor to prefetch them on its own.
+  // The weights of adjacent positions can be too far apart for the processor to prefetch them on its own.
   template <bool is_near_end>
   __attribute__((always_inline)) inline Vector<T> weight_at(const T* w, const T* end) const {
     __builtin_prefetch(w + W);
     return is_near_end ? load_some(w, end - w) : load(w);
   }
 
-  // y of the `shares` value channels that start at c and share the weight w [K, P].
+  // y of the `shares` value channels that start at c and share the weights w [K, pitch].
   template <int shares, bool is_near_end>
-  __attribute__((always_inline)) inline void aggregate(int64_t row, int64_t c, const T* w, const T* end) const {
+  __attribute__((always_inline)) inline void aggregate(int64_t row, int64_t c, BandWeights<const T> w,
+                                                       const T* end) const {
     for (int64_t t = 0; t < width; t += kLanes<T>) {
       Vector<T> sum[shares]{};
       for_each_position(k, [&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
-        const Vector<T> factor = weight_at<is_near_end>(w + o * P + t, end);
+        const Vector<T> factor = weight_at<is_near_end>(w.data + o * w.pitch + t, end);
 #pragma GCC unroll 8
         for (int s = 0; s < shares; ++s) sum[s] += factor * load(beta.at(row + y, c + s * p.weights) + x + t);
       });
@@ -120,33 +120,41 @@ struct Line {
   }
 
   // Gradients of a weight and, in `to_beta`, of the `shares` value channels that start at c and share it. The first
-  // call for a weight overwrites its gradient, later calls add to it. `room` is the number of pixels up to the end of
-  // the band.
+  // call for a weight overwrites its gradient, later calls add to it. Writes sum_j w grad_w to `mean`, unless it is
+  // null. `room` is the number of pixels up to the end of the band.
   template <int shares, bool is_near_end>
-  __attribute__((always_inline)) inline void correlate(int64_t row, int64_t c, const T* w, const T* end, T* grad_w,
-                                                       int64_t room, bool is_first,
+  __attribute__((always_inline)) inline void correlate(int64_t row, int64_t c, BandWeights<const T> w, const T* end,
+                                                       BandWeights<T> grad_w, T* mean, int64_t room, bool is_first,
                                                        const PaddedRows<T>& to_beta) const {
     for (int64_t t = 0; t < width; t += kLanes<T>) {
-      Vector<T> grad[shares];
+      const int64_t values = is_near_end ? room - t : kLanes<T>;
+      Vector<T> grad[shares], dot{};
 #pragma GCC unroll 8
       for (int s = 0; s < shares; ++s) grad[s] = load(own + (c + s * p.weights) * width + t);
       // Neighbors of a row would load what was just stored, before the processor can forward it.
       for_each_position_by_column(k, [&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
-        T* out = grad_w + o * P + t;
+        T* out = grad_w.data + o * grad_w.pitch + t;
         __builtin_prefetch(out + W, 1);
-        const Vector<T> factor = weight_at<is_near_end>(w + o * P + t, end);
-        Vector<T> sum = is_first ? Vector<T>{} : load_some(out, is_near_end ? room - t : kLanes<T>);
+        const Vector<T> factor = weight_at<is_near_end>(w.data + o * w.pitch + t, end);
+        Vector<T> sum = is_first ? Vector<T>{} : load_some(out, values);
 #pragma GCC unroll 8
         for (int s = 0; s < shares; ++s) {
           const int64_t at = beta.at(row + y, c + s * p.weights) - beta.data + x + t;
           sum += grad[s] * load(beta.data + at);
           store(to_beta.data + at, load(to_beta.data + at) + factor * grad[s]);
         }
-        store_some(out, sum, is_near_end ? room - t : kLanes<T>);
+        store_some(out, sum, values), dot += factor * sum;
       });
+      if (mean != nullptr) store_some(mean + t, dot, values);
     }
   }
 };
+
+// The weights of a channel from a pixel of the band on.
+template <class T>
+SAN_INLINE BandWeights<T> part_of(BandWeights<T> w, int64_t channel, int64_t K, int64_t pixel) {
+  return {w.data + channel * K * w.pitch + pixel, w.pitch};
+}
 
 // Calls visit<shares>(value channel, weight channel) for every eight channels that share a weight, and for each
 // remaining channel.
@@ -160,9 +168,9 @@ SAN_INLINE void for_each_channel(const Aggregation<T>& p, const Visit& visit) {
 }
 
 template <bool is_near_end, class T>
-SAN_INLINE void aggregate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, int64_t row) {
+SAN_INLINE void aggregate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t row) {
   for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
-    line.template aggregate<shares, is_near_end>(row, c, x.w + g * line.K * line.P + h * line.W, x.w_end);
+    line.template aggregate<shares, is_near_end>(row, c, part_of(x.w, g, line.K, row * line.W), x.w_end);
   });
 }
 
@@ -171,27 +179,28 @@ void forward(const Aggregation<T>& p, const AggregationMaps<T>& x, Rows rows, T*
   const Line<T> line(p, rows, scratch);
   line.beta.read(x.beta, rows.first);
   for (int64_t h = rows.first; h < rows.last; ++h) {
-    if (line.ends_beyond(h, p.footprint.height))
-      aggregate_row<true>(line, x, h, h - rows.first);
+    if (line.ends_beyond(h, rows.last))
+      aggregate_row<true>(line, x, h - rows.first);
     else
-      aggregate_row<false>(line, x, h, h - rows.first);
+      aggregate_row<false>(line, x, h - rows.first);
     from_planes<false>(line.own, line.width, p.values, line.W, y + h * line.W * p.values);
   }
 }
 
 template <bool is_near_end, class T>
-SAN_INLINE void correlate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, Rows rows, T* grad_w,
-                              const PaddedRows<T>& to_beta) {
+SAN_INLINE void correlate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, Rows rows,
+                              BandWeights<T> grad_w, T* mean, const PaddedRows<T>& to_beta) {
   const int64_t row = h - rows.first, room = (rows.last - h) * line.W;
   for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
-    const int64_t at = g * line.K * line.P + h * line.W;
-    line.template correlate<shares, is_near_end>(row, c, x.w + at, x.w_end, grad_w + at, room, c == g, to_beta);
+    line.template correlate<shares, is_near_end>(
+        row, c, part_of(x.w, g, line.K, row * line.W), x.w_end, part_of(grad_w, g, line.K, row * line.W),
+        mean == nullptr ? nullptr : mean + g * x.w.pitch + row * line.W, room, c == g, to_beta);
   });
 }
 
 template <class T>
 void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* grad_y, Rows rows, T* scratch,
-              T* grad_beta, T* grad_w) {
+              T* grad_beta, BandWeights<T> grad_w, T* mean) {
   const Line<T> line(p, rows, scratch);
   const PaddedRows<T> to_beta(p, rows, scratch);
   line.beta.read(x.beta, rows.first);
@@ -200,9 +209,9 @@ void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* gra
   for (int64_t h = rows.first; h < rows.last; ++h) {
     to_planes(grad_y + h * line.W * p.values, p.values, line.W, line.own, line.width);
     if (line.ends_beyond(h, rows.last))
-      correlate_row<true>(line, x, h, rows, grad_w, to_beta);
+      correlate_row<true>(line, x, h, rows, grad_w, mean, to_beta);
     else
-      correlate_row<false>(line, x, h, rows, grad_w, to_beta);
+      correlate_row<false>(line, x, h, rows, grad_w, mean, to_beta);
   }
   to_beta.add_to(grad_beta, rows.first);
 }

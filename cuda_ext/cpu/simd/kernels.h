@@ -11,6 +11,14 @@ struct Rows {
   int64_t first, last;
 };
 
+// Attention weights of a band, [G, K, pixels], or their gradients: the first pixel's first value, and the distance
+// between adjacent positions. They are part of a tensor of the whole image or lie in scratch memory.
+template <class T>
+struct BandWeights {
+  T* data;
+  int64_t pitch;
+};
+
 // The affine form of a norm, (x - mean) * scale + shift.
 template <class T>
 struct Norm {
@@ -52,10 +60,14 @@ struct PairKernels {
   // Adds the gradients that follow from matrix (a1 - mean) + vector, the gradient of a1.
   void (*moments_backward)(const Pairs<T>&, const PairMaps<T>&, const T* mean, const T* matrix, const T* vector, Rows,
                            T* scratch, const PairGradients<T>&);
-  // Writes w [G, K, P], the softmax of z over the footprint.
-  void (*weights)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, T* w);
-  void (*weights_backward)(const Pairs<T>&, const PairMaps<T>&, const T* w, const T* grad_w, Rows, T* scratch,
-                           const PairGradients<T>&);
+  // Writes w, the softmax of z over the footprint. `softmax` [2, G, P] is null or receives, for each pixel, the largest
+  // z and the reciprocal of the sum of exp(z - largest).
+  void (*weights)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, BandWeights<T> w, T* softmax);
+  // The same w from the values in `softmax`.
+  void (*weights_again)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, BandWeights<T> w, const T* softmax);
+  // `mean` [G, w's pitch] is sum_j w grad_w for each pixel, or null.
+  void (*weights_backward)(const Pairs<T>&, const PairMaps<T>&, BandWeights<const T> w, BandWeights<const T> grad_w,
+                           const T* mean, Rows, T* scratch, const PairGradients<T>&);
 };
 
 // A patch consists of a pixel's value in `center` and of all values of its footprint in `around`. Columns of the norm
@@ -79,6 +91,19 @@ struct PatchGradients {
   T* weight;  // [columns, outputs in whole vectors]
 };
 
+// The last layer of a patchwise mapping: w = weight a + bias, with weight [rows, hidden], rows = G * K.
+template <class T>
+struct LastLayer {
+  int64_t rows, hidden;
+  const T *weight, *bias;
+};
+
+// Gradients: that of a [hidden, P] is written, the sums [rows, hidden in whole vectors] and [rows] are added to.
+template <class T>
+struct LastLayerGradients {
+  T *a, *weight, *bias;
+};
+
 template <class T>
 struct PatchKernels {
   int64_t lanes;
@@ -87,6 +112,12 @@ struct PatchKernels {
   void (*map)(const Patches<T>&, const T* center, const T* around, Rows, T* scratch, T* u);
   void (*map_backward)(const Patches<T>&, const T* center, const T* around, const T* grad_u, Rows, T* scratch,
                        const PatchGradients<T>&);
+  // The last layer for `count` pixels of a [hidden, P], from `first` on. The pitches of w and grad_w are whole vectors,
+  // and scratch has `pitch` times twice `hidden` in whole vectors.
+  void (*weights)(const LastLayer<T>&, const T* a, int64_t P, int64_t first, int64_t count, T* scratch,
+                  BandWeights<T> w);
+  void (*weights_backward)(const LastLayer<T>&, const T* a, int64_t P, int64_t first, int64_t count,
+                           BandWeights<T> grad_w, T* scratch, const LastLayerGradients<T>&);
 };
 
 // Value channel c has weight channel c % weights.
@@ -98,16 +129,19 @@ struct Aggregation {
 
 template <class T>
 struct AggregationMaps {
-  const T *beta, *w, *w_end;  // the map [P, values]; the weights [G, K, P]; where the tensor of the weights ends
+  const T* beta;  // [P, values]
+  BandWeights<const T> w;
+  const T* w_end;  // where the memory of the weights ends
 };
 
 template <class T>
 struct AggregationKernels {
   int64_t (*scratch)(const Aggregation<T>&, int64_t rows, bool backward);
   void (*forward)(const Aggregation<T>&, const AggregationMaps<T>&, Rows, T* scratch, T* y);
-  // Adds to grad_beta and writes grad_w.
+  // Adds to grad_beta and writes grad_w, and in `mean` [G, w's pitch], unless it is null, sum_j w grad_w for each
+  // pixel.
   void (*backward)(const Aggregation<T>&, const AggregationMaps<T>&, const T* grad_y, Rows, T* scratch, T* grad_beta,
-                   T* grad_w);
+                   BandWeights<T> grad_w, T* mean);
 };
 
 // The functions of the sources in this folder, which are compiled for each instruction set, SAN_ISA.

@@ -192,32 +192,42 @@ void moments_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* mean,
   tile.end_backward(to, rows);
 }
 
-// Computes w [K, P] of one weight channel from z [K, width], and overwrites z. Loops that access w have positions as
-// their outer loop: adjacent positions are P elements apart, too far for the processor to prefetch them on its own.
-template <class T>
-SAN_INLINE void softmax(const Tile<T>& tile, T* z, T* w) {
+// Computes w of one weight channel from z [K, width], and overwrites z. `top` and `scale` are the pixels' largest z and
+// the reciprocals of their sums: with `is_known` they are read, otherwise written unless they are null. Loops that
+// access w have positions as their outer loop: adjacent positions can be too far apart for the processor to prefetch
+// them on its own.
+template <bool is_known, class T, class Known>
+SAN_INLINE void softmax(const Tile<T>& tile, T* z, T* w, int64_t pitch, Known* top, Known* scale) {
   const int64_t width = tile.pixels.width;
-  Vector<T> scale[Tile<T>::kMostPixels / kLanes<T>];
-  for (int64_t t = 0; t < width; t += kLanes<T>) {
-    T* at = z + t;
-    const Vector<T> top =
-        largest_of<Vector<T>>(tile.K, [&](int64_t o) __attribute__((always_inline)) { return load(at + o * width); });
-    scale[t / kLanes<T>] = T(1) / sum_of<Vector<T>>(tile.K, [&](int64_t o) __attribute__((always_inline)) {
-                             const Vector<T> e = exp(load(at + o * width) - top);
-                             store(at + o * width, e);
-                             return e;
-                           });
-  }
-  for (int64_t o = 0; o < tile.K; ++o, z += width, w += tile.p.footprint.pixels())
+  Vector<T> tops[Tile<T>::kMostPixels / kLanes<T>], scales[Tile<T>::kMostPixels / kLanes<T>];
+  for_each_vector_of<T>(tile.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
+    Vector<T>&largest = tops[t / kLanes<T>], &factor = scales[t / kLanes<T>];
+    if constexpr (is_known) {
+      largest = load_some(top + t, values), factor = load_some(scale + t, values);
+    } else {
+      T* at = z + t;
+      largest =
+          largest_of<Vector<T>>(tile.K, [&](int64_t o) __attribute__((always_inline)) { return load(at + o * width); });
+      factor = T(1) / sum_of<Vector<T>>(tile.K, [&](int64_t o) __attribute__((always_inline)) {
+                 const Vector<T> e = exp(load(at + o * width) - largest);
+                 store(at + o * width, e);
+                 return e;
+               });
+      if (top != nullptr) store_some(top + t, largest, values), store_some(scale + t, factor, values);
+    }
+  });
+  for (int64_t o = 0; o < tile.K; ++o, z += width, w += pitch)
     for_each_vector_of<T>(tile.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
-      store_some(w + t, load(z + t) * scale[t / kLanes<T>], values);
+      const Vector<T> at = load(z + t), e = is_known ? exp(at - tops[t / kLanes<T>]) : at;
+      store_some(w + t, e * scales[t / kLanes<T>], values);
     });
 }
 
-template <class T>
-void weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, T* w) {
+template <bool is_known, class T, class Known>
+SAN_INLINE void compute_weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, BandWeights<T> w,
+                                Known* softmaxes) {
   Tile<T> tile(p, rows, false, scratch);
-  const int64_t P = p.footprint.pixels(), K = tile.K;
+  const int64_t K = tile.K, P = p.footprint.pixels();
   tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
     const int64_t width = tile.pixels.width;
     for (int64_t y = 0; y < tile.k; ++y) {
@@ -226,50 +236,74 @@ void weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, 
       multiply<Start::zero>(p.weights, tile.columns(), tile.last_hidden(), p.weight2, tile.last_hidden(), 1, a2,
                             tile.columns(), p.shift2, tile.z + y * tile.columns(), K * width);
     }
-    for (int64_t g = 0; g < p.weights; ++g)
-      softmax(tile, tile.z + g * K * width, w + g * K * P + rows.first * tile.W + tile.pixels.first);
+    Known* top = softmaxes == nullptr ? nullptr : softmaxes + rows.first * tile.W + tile.pixels.first;
+    for (int64_t g = 0; g < p.weights; ++g) {
+      Known* scale = top == nullptr ? nullptr : top + p.weights * P;
+      softmax<is_known>(tile, tile.z + g * K * width, w.data + g * K * w.pitch + tile.pixels.first, w.pitch, top,
+                        scale);
+      if (top != nullptr) top += P;
+    }
   });
+}
+
+template <class T>
+void weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, BandWeights<T> w, T* softmax) {
+  compute_weights<false>(p, maps, rows, scratch, w, softmax);
+}
+
+template <class T>
+void weights_again(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, BandWeights<T> w,
+                   const T* softmax) {
+  compute_weights<true>(p, maps, rows, scratch, w, softmax);
 }
 
 // The gradient of z is w (grad_w - sum_j w grad_w). One function computes the sum, the other the gradient in one row of
 // the footprint. Both write zeros after the last pixel.
 template <class T>
-SAN_INLINE void softmax_backward_sum(const Tile<T>& tile, const T* w, const T* grad_w) {
+SAN_INLINE void softmax_backward_sum(const Tile<T>& tile, BandWeights<const T> w, BandWeights<const T> grad_w) {
   const int64_t width = tile.pixels.width;
   memset(tile.mean_z, 0, tile.p.weights * width * sizeof(T));
   for (int64_t row = 0; row < tile.p.weights * tile.K; ++row) {
     T* sum = tile.mean_z + row / tile.K * width;
-    const int64_t from = row * tile.p.footprint.pixels();
+    const T *from = w.data + row * w.pitch + tile.pixels.first,
+            *grad = grad_w.data + row * grad_w.pitch + tile.pixels.first;
     for_each_vector_of<T>(tile.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
-      store(sum + t, load(sum + t) + load_some(w + from + t, values) * load_some(grad_w + from + t, values));
+      store(sum + t, load(sum + t) + load_some(from + t, values) * load_some(grad + t, values));
     });
   }
 }
 template <class T>
-SAN_INLINE void softmax_backward_row(const Tile<T>& tile, int64_t y, const T* w, const T* grad_w) {
-  const int64_t P = tile.p.footprint.pixels(), width = tile.pixels.width;
+SAN_INLINE void softmax_backward_row(const Tile<T>& tile, int64_t y, BandWeights<const T> w,
+                                     BandWeights<const T> grad_w, BandWeights<const T> mean) {
+  const int64_t width = tile.pixels.width, first = tile.pixels.first;
   for (int64_t g = 0; g < tile.p.weights; ++g)
     for (int64_t x = 0; x < tile.k; ++x) {
-      const int64_t from = (g * tile.K + y * tile.k + x) * P;
+      const int64_t row = g * tile.K + y * tile.k + x;
+      const T *w_row = w.data + row * w.pitch + first, *grad = grad_w.data + row * grad_w.pitch + first;
       for_each_vector_of<T>(tile.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
-        const Vector<T> w_t = load_some(w + from + t, values), grad_t = load_some(grad_w + from + t, values);
-        store(tile.z + (g * tile.k + x) * width + t, w_t * (grad_t - load(tile.mean_z + g * width + t)));
+        const Vector<T> w_t = load_some(w_row + t, values), grad_t = load_some(grad + t, values);
+        const Vector<T> mean_t = load_some(mean.data + g * mean.pitch + t, values);
+        store(tile.z + (g * tile.k + x) * width + t, w_t * (grad_t - mean_t));
       });
     }
 }
 
 template <class T>
-void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* w, const T* grad_w, Rows rows, T* scratch,
-                      const PairGradients<T>& to) {
+void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, BandWeights<const T> w, BandWeights<const T> grad_w,
+                      const T* mean, Rows rows, T* scratch, const PairGradients<T>& to) {
   Tile<T> tile(p, rows, true, scratch);
   const int64_t d = p.channels, last = tile.last_hidden();
   tile.begin_backward();
   tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
-    const int64_t columns = tile.columns(), first = rows.first * tile.W + tile.pixels.first;
+    const int64_t columns = tile.columns();
     memset(tile.to_center, 0, d * tile.pixels.width * sizeof(T));
-    softmax_backward_sum(tile, w + first, grad_w + first);
+    BandWeights<const T> means{mean + tile.pixels.first, w.pitch};
+    if (mean == nullptr) {
+      softmax_backward_sum(tile, w, grad_w);
+      means = {tile.mean_z, tile.pixels.width};
+    }
     for (int64_t y = 0; y < tile.k; ++y) {
-      softmax_backward_row(tile, y, w + first, grad_w + first);
+      softmax_backward_row(tile, y, w, grad_w, means);
       tile.template relate<false>(y, nullptr);
       const T* a2 = tile.map_hidden();
       add_products(p.weights, last, columns, tile.z, columns, a2, columns, to.weight2, last);
@@ -298,8 +332,8 @@ void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* w, co
 
 template <class T>
 const PairKernels<T>& SAN_ISA::pairs() {
-  static constexpr PairKernels<T> kernels{Tile<T>::scratch, moments<T>, moments_backward<T>, weights<T>,
-                                          weights_backward<T>};
+  static constexpr PairKernels<T> kernels{Tile<T>::scratch, moments<T>,       moments_backward<T>,
+                                          weights<T>,       weights_again<T>, weights_backward<T>};
   return kernels;
 }
 template const PairKernels<float>& SAN_ISA::pairs();

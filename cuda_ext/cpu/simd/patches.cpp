@@ -143,11 +143,49 @@ void map_backward(const Patches<T>& p, const T* center, const T* around, const T
   tile.to_around.add_to(to.around, rows.first);
 }
 
+// Copies pixels of a [hidden, P] to [hidden, pitch], with zeros behind them.
+template <class T>
+SAN_INLINE void take_pixels(const LastLayer<T>& layer, const T* a, int64_t P, int64_t count, T* to, int64_t pitch) {
+  for (int64_t e = 0; e < layer.hidden; ++e, a += P, to += pitch) {
+    memcpy(to, a, count * sizeof(T));
+    memset(to + count, 0, (pitch - count) * sizeof(T));
+  }
+}
+
+template <class T>
+void weights(const LastLayer<T>& layer, const T* a, int64_t P, int64_t first, int64_t count, T* scratch,
+             BandWeights<T> w) {
+  take_pixels(layer, a + first, P, count, scratch, w.pitch);
+  multiply<Start::bias>(layer.rows, w.pitch, layer.hidden, layer.weight, layer.hidden, 1, scratch, w.pitch, layer.bias,
+                        w.data, w.pitch);
+}
+
+template <class T>
+void weights_backward(const LastLayer<T>& layer, const T* a, int64_t P, int64_t first, int64_t count,
+                      BandWeights<T> grad_w, T* scratch, const LastLayerGradients<T>& to) {
+  const int64_t E = layer.hidden, pitch = grad_w.pitch, wide = whole_vectors<T>(E);
+  T *planes = scratch, *pixel_a = scratch + E * pitch;  // [E, pitch], [pitch, wide]
+  take_pixels(layer, a + first, P, count, planes, pitch);
+  memset(pixel_a, 0, pitch * wide * sizeof(T));
+  from_planes<false>(planes, pitch, E, pitch, pixel_a, wide);
+  multiply<Start::sum>(layer.rows, wide, count, grad_w.data, pitch, 1, pixel_a, wide, planes, to.weight, wide);
+  for (int64_t row = 0; row < layer.rows; ++row) {
+    Vector<T> sum{};
+    for_each_vector_of<T>(count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
+      sum += load_some(grad_w.data + row * pitch + t, values);
+    });
+    to.bias[row] += total(sum);
+  }
+  multiply<Start::zero>(E, pitch, layer.rows, layer.weight, 1, E, grad_w.data, pitch, planes, planes, pitch);
+  for (int64_t e = 0; e < E; ++e) memcpy(to.a + e * P + first, planes + e * pitch, count * sizeof(T));
+}
+
 }  // namespace
 
 template <class T>
 const PatchKernels<T>& SAN_ISA::patches() {
-  static constexpr PatchKernels<T> kernels{kLanes<T>, Tile<T>::scratch, map<T>, map_backward<T>};
+  static constexpr PatchKernels<T> kernels{kLanes<T>,       Tile<T>::scratch, map<T>,
+                                           map_backward<T>, weights<T>,       weights_backward<T>};
   return kernels;
 }
 template const PatchKernels<float>& SAN_ISA::patches();
