@@ -138,14 +138,16 @@ inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tenso
 // beta [N, H, W, M] and, if there is one, the gradient of y; `map` is [N, H, W, channels], and G is the number of
 // weight channels.
 inline void check_values(std::initializer_list<const Tensor*> tensors, const Tensor& map, int64_t G) {
+  const Tensor& beta = **tensors.begin();
   for (const Tensor* x : tensors) {
     STD_TORCH_CHECK(
         x->dim() == 4 && x->size(0) == map.size(0) && x->size(1) == map.size(1) && x->size(2) == map.size(2),
         "beta and the gradient of y must be maps [", map.size(0), ", ", map.size(1), ", ", map.size(2), ", M]");
-    STD_TORCH_CHECK(x->size(3) > 0 && x->size(3) % G == 0 && x->size(3) == (*tensors.begin())->size(3), "beta's ",
-                    x->size(3), " channels must be a positive multiple of the ", G, " weight channels");
-    check_same(*x, map, "beta and the other maps");
+    check_alike(*x, beta, "beta and the gradient of y");
   }
+  STD_TORCH_CHECK(beta.size(3) > 0 && beta.size(3) % G == 0, "beta's ", beta.size(3),
+                  " channels must be a positive multiple of the ", G, " weight channels");
+  STD_TORCH_CHECK(beta.device() == map.device(), "beta and the other maps must be on one device");
 }
 
 // The maps of the patch operators; see schemas.py.

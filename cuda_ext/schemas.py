@@ -87,7 +87,8 @@ patch_linear(Tensor center, Tensor around, Tensor norm, Tensor weight, int kerne
 patch_linear_backward(Tensor grad, Tensor center, Tensor around, Tensor norm, Tensor weight, int kernel_size, bool tf32)
     -> (Tensor, Tensor, Tensor, Tensor)
 # The last Linear layer of a patchwise mapping and aggregation in one, without storing its result, the weights: hidden
-# [N, H, W, E], weight [G * K, E], bias [G * K], beta [N, H, W, M] -> y [N, H, W, M]
+# [N, H, W, E], weight [G * K, E], bias [G * K], beta [N, H, W, M] -> y [N, H, W, M]. On GPUs, E is at most 64, at most 8 value
+# channels share a weight channel, and beta may be bfloat16 where the others are float32
 attend_patches(Tensor hidden, Tensor weight, Tensor bias, Tensor beta, int kernel_size, bool tf32) -> Tensor
 # -> gradients of hidden, weight, bias, beta
 attend_patches_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor bias, Tensor beta, int kernel_size, bool tf32) ->

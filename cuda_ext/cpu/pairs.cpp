@@ -318,7 +318,7 @@ std::tuple<Tensor, Tensor> attend_pairs(const Tensor& center, const Tensor& arou
   SAN_SUM_TYPE(center, {
     Problem<T> problem(center, around, norm, kernel_size, products);
     problem.take_mapping(weight1, shift2, weight2), check_same(weight2, center, "weights and maps");
-    check_values({&beta}, center, problem.p.weights);
+    check_values({&beta}, center, problem.p.weights), check_same(beta, center, "beta and the other maps");
     return attend(problem, beta);
   });
 }
@@ -330,7 +330,7 @@ AttendGradients attend_pairs_backward(const Tensor& grad, const Tensor& softmax,
   SAN_SUM_TYPE(center, {
     Problem<T> problem(center, around, norm, kernel_size, products);
     problem.take_mapping(weight1, shift2, weight2), check_same(weight2, center, "weights and maps");
-    check_values({&beta, &grad}, center, problem.p.weights);
+    check_values({&beta, &grad}, center, problem.p.weights), check_same(beta, center, "beta and the other maps");
     STD_TORCH_CHECK(softmax.sizes().vec() == std::vector({problem.N, int64_t(2), problem.p.weights, problem.P}),
                     "softmax must be the second result of attend_pairs");
     check_same(softmax, center, "softmax and the maps");

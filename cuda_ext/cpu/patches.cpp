@@ -148,7 +148,7 @@ Gradients attend_backward(const Attention<T>& attention, const Tensor& grad) {
 Tensor attend_patches(const Tensor& hidden, const Tensor& weight, const Tensor& bias, const Tensor& beta,
                       int64_t kernel_size, bool) {
   const Footprint f = check_last_layer(hidden, weight, bias, kernel_size);
-  check_values({&beta}, hidden, weight.size(0) / f.positions());
+  check_values({&beta}, hidden, weight.size(0) / f.positions()), check_same(beta, hidden, "beta and the other maps");
   SAN_SUM_TYPE(hidden, {
     const Attention<T> attention(hidden, weight, bias, beta, f);
     return attend(
@@ -160,7 +160,8 @@ Tensor attend_patches(const Tensor& hidden, const Tensor& weight, const Tensor& 
 Gradients attend_patches_backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& bias,
                                   const Tensor& beta, int64_t kernel_size, bool) {
   const Footprint f = check_last_layer(hidden, weight, bias, kernel_size);
-  check_values({&beta, &grad}, hidden, weight.size(0) / f.positions());
+  check_values({&beta, &grad}, hidden, weight.size(0) / f.positions()),
+      check_same(beta, hidden, "beta and the other maps");
   SAN_SUM_TYPE(hidden, return attend_backward(Attention<T>(hidden, weight, bias, beta, f), grad);)
 }
 

@@ -161,10 +161,8 @@ template <class F, class At>
 __device__ __forceinline__ void pack(int64_t index, int wide, int depth, F* to, const At& at) {
   const int lane = index % kWarp, tile = static_cast<int>(index / kWarp);
   const int row = tile % wide * 8 + lane / 4, column = tile / wide % depth * 8 + lane % 4 * 2;
-  float two[2];
-  SAN_ROLLED
-  for (int k = 0; k < 2; ++k) two[k] = at(tile / wide / depth, row, column + k);
-  to[index] = F(two[0], two[1]);
+  const int chunk = tile / wide / depth;
+  to[index] = F(at(chunk, row, column), at(chunk, row, column + 1));
 }
 
 // Rearranges a matrix into right factors, padded with zeros. A chunk has `wide` tiles of rows.

@@ -151,11 +151,12 @@ class PairwiseAttention(VectorAttention):
 
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
         """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
-        maps = self._fused_maps(phi_NRHW, psi_NRHW)
         own_weights = type(self).attention_weights is PairwiseAttention.attention_weights
-        if maps is None or not own_weights or not self.gamma.fuses_values("attend_pairs", maps[:2], beta_NMHW):
-            return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
-        return self.gamma.attend_pairs(maps, beta_NMHW, self.footprint)
+        if own_weights and isinstance(self.gamma, Gamma) and self.gamma.fuses_pair_values(phi_NRHW, beta_NMHW):
+            maps = self._fused_maps(phi_NRHW, psi_NRHW)
+            if maps is not None:
+                return self.gamma.attend_pairs(maps, beta_NMHW, self.footprint)
+        return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
 
     def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, [N, G, K, P]: the weights of a pixel sum to 1 in each weight channel."""
@@ -219,7 +220,8 @@ class PatchwiseAttention(VectorAttention):
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
         """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
         own_weights = type(self).attention_weights is PatchwiseAttention.attention_weights
-        if not self._fuses(psi_NRHW) or not own_weights or not self.gamma.fuses_values("attend_patches", [psi_NRHW], beta_NMHW):
+        is_fused = own_weights and self._fuses(psi_NRHW)
+        if not is_fused or not self.gamma.fuses_patch_values(psi_NRHW, beta_NMHW, self.footprint):
             return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
         return self.gamma.attend_patches(self._own(phi_NRHW), psi_NRHW, beta_NMHW, self.footprint)
 

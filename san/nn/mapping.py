@@ -6,7 +6,7 @@ shift. The statistics of the second norm of a pairwise gamma follow from the mea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -86,20 +86,32 @@ class Gamma(nn.Sequential):
         is_narrow = isinstance(norm, nn.BatchNorm2d) and norm.num_features <= MOST_CHANNELS
         return not x.is_cuda or (layers == 6 and maps.products == 0 and x.dtype != torch.float64 and is_narrow)
 
-    def fuses_values(self, operator: str, maps: Sequence[Tensor], beta_NMHW: Tensor) -> bool:
-        """Whether `operator`, `attend_pairs` or `attend_patches`, can also sum the values, so that no weights are stored."""
-        if not fuses(operator, beta_NMHW) or not self._is_plain(len(self)):
+    def fuses_pair_values(self, phi_NRHW: Tensor, beta_NMHW: Tensor) -> bool:
+        """Whether `attend_pairs` can replace `pair_weights` and the aggregation, if `fuses_pairs`."""
+        last = self[-1]
+        if not isinstance(last, nn.Conv2d) or not fuses("attend_pairs", beta_NMHW):
             return False
-        # The last layer of a patchwise mapping is fused if a hidden layer separates it from the patches.
-        has_layers = operator == "attend_pairs" or (len(self) > 3 and self[-1].bias is not None)
-        tensors = (*maps, self[-1].weight)
-        return has_layers and all(x.dtype == beta_NMHW.dtype and x.dtype.itemsize >= 4 for x in tensors)
+        return {phi_NRHW.dtype, beta_NMHW.dtype, last.weight.dtype} in ({torch.float32}, {torch.float64})
 
     def fuses_patches(self, x_NRHW: Tensor) -> bool:
         """Whether `patch_weights` can replace the first norm, ReLU and Linear."""
         if not fuses("patch_linear", x_NRHW) or not self._is_plain(3) or len(self) % 3 or x_NRHW.numel() == 0:
             return False
         return not (x_NRHW.is_cuda and x_NRHW.dtype == torch.float64)
+
+    def fuses_patch_values(self, around_NRHW: Tensor, beta_NMHW: Tensor, kernel_size: int) -> bool:
+        """Whether `attend_patches` can replace the last Linear layer and the aggregation."""
+        last = self[-1]
+        if not fuses("attend_patches", beta_NMHW) or not self._is_plain(len(self)) or not isinstance(last, nn.Conv2d):
+            return False
+        if len(self) == 3 or last.bias is None:  # the only layer is part of `patch_linear`
+            return False
+        if not beta_NMHW.is_cuda:
+            types = {x.dtype for x in (around_NRHW, beta_NMHW, last.weight)}
+            return types in ({torch.float32}, {torch.float64})
+        is_usual = last.weight.dtype == torch.float32 and beta_NMHW.dtype in (torch.float32, torch.bfloat16)
+        shares = beta_NMHW.shape[1] * kernel_size**2 // last.out_channels
+        return is_usual and last.in_channels <= 64 and 4 <= shares <= 8  # with fewer shares, most of the kernel's work is idle
 
     def _is_plain(self, layers: int) -> bool:
         """Whether the first layers are those of `of` and need not be called."""
@@ -122,7 +134,7 @@ class Gamma(nn.Sequential):
         return kernels.pair_weights(*maps[:2], norm, weight1, shift2, weight2, kernel_size, maps.products).to(dtype)
 
     def attend_pairs(self, maps: PairMaps, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
-        """The weighted sum of beta with the weights of `pair_weights`, [N, M, H, W]. Requires `fuses_pairs`, `fuses_values`."""
+        """The weighted sum of beta with the weights of `pair_weights`, [N, M, H, W]. Requires `fuses_pair_values`."""
         norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, beta_NMHW.dtype)
         return kernels.attend_pairs(*maps[:2], norm, weight1, shift2, weight2, beta_NMHW, kernel_size, maps.products)
 
@@ -175,11 +187,10 @@ class Gamma(nn.Sequential):
         return u_NEHW.unflatten(1, (-1, K)).flatten(3)
 
     def attend_patches(self, center_NCHW: Tensor, around_NRHW: Tensor, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
-        """The weighted sum of beta with the weights of `patch_weights`, [N, M, H, W]. Requires `fuses_patches` and
-        `fuses_values`."""
+        """The weighted sum of beta with the weights of `patch_weights`, [N, M, H, W]. Requires `fuses_patch_values`."""
         u_NEHW, last = self._patch_layers(center_NCHW, around_NRHW, kernel_size, len(self) - 1), self[-1]
         assert isinstance(last, nn.Conv2d) and last.bias is not None
-        return kernels.attend_patches(u_NEHW, last.weight.flatten(1), last.bias, beta_NMHW, kernel_size)
+        return kernels.attend_patches(u_NEHW.to(last.weight.dtype), last.weight.flatten(1), last.bias, beta_NMHW, kernel_size)
 
     def _patch_layers(self, center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int, layers: int) -> Tensor:
         """The result of the first layers for every pixel's patch, [N, E, H, W]."""

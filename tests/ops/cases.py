@@ -12,9 +12,9 @@ from torch import Tensor
 from san.ops import fused_reference
 
 KINDS = ("pairwise", "patchwise")
-OPERATORS = ("pair_statistics", "pair_covariance", "pair_weights", "patch_statistics", "patch_linear")
-ON_CPU = (*OPERATORS, "attend_pairs", "attend_patches")
-"""The last two have no kernels for GPUs."""
+OPERATORS = ("pair_statistics", "pair_covariance", "pair_weights", "patch_statistics", "patch_linear", "attend_patches")
+ON_CPU = (*OPERATORS, "attend_pairs")
+"""The last one has no kernels for GPUs."""
 STATISTICS = ("pair_statistics", "patch_statistics")
 Tensors = tuple[Tensor, ...]
 
@@ -85,9 +85,9 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
     if operator == "attend_pairs":
         return *sample("pair_weights", sizes, dtype, seed), random(*image, s.weights * s.shares)
     if operator == "attend_patches":
-        hidden, rows = max(s.hidden, 1), s.weights * s.footprint**2
+        hidden, rows = min(max(s.hidden, 1), 64), s.weights * s.footprint**2  # GPUs take at most 64
         layer = random(rows, hidden) / hidden**0.5, random(rows)
-        return random(*image, hidden), *layer, random(*image, s.weights * s.shares)
+        return random(*image, hidden), *layer, random(*image, s.weights * min(s.shares, 8))  # 8
     around = random(*image, s.channels)
     if operator.startswith("patch"):
         own = s.channels if s.own else 0

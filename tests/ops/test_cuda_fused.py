@@ -83,6 +83,15 @@ def test_half_weights(operator: str, shim: Any) -> None:
             assert_near(got[1:], want[1:], 0.2, (dtype, sizes))
 
 
+def test_attention_of_bfloat16_values(shim: Any) -> None:
+    *layer, beta = sample("attend_patches", SMALL[0])
+    tensors = *(x.float() for x in layer), beta.bfloat16()
+    got = run_kernels("attend_patches", tensors, SMALL[0], shim)
+    want = wanted("attend_patches", (*layer, tensors[-1].double()), SMALL[0])
+    assert got[0].dtype == got[-1].dtype == torch.bfloat16
+    assert_near(got, want, 5e-3)
+
+
 @every_operator
 def test_order_of_blocks_does_not_change_bits(operator: str, shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A result that depends on it shows a missing barrier."""
