@@ -7,30 +7,26 @@
 // sizes.
 #include <tuple>
 
-#include "maps.cuh"
+#include "values.cuh"
 
 namespace san::cuda {
 namespace {
 
-constexpr int kShares = 8;     // value channels that share a weight, as in SAN; missing ones are zeros
 constexpr int kMostDepth = 8;  // tiles of hidden channels
 
 // Sizes, maps and parameters for the kernels. Weight and hidden channels are padded with zeros to whole tiles of 8.
 template <class F>
-struct Attention : Grid {
-  int G, E, shares, g_tiles, e_tiles;
+struct Attention : Grid, Values {
+  int E, e_tiles;
   const float* hidden;  // [pixels, e_tiles * 8], rounded for F
   // Right factors: in `weight` [positions][e_tiles][g_tiles], rows are weight channels, in `transposed`
   // [positions][g_tiles][e_tiles], hidden channels.
   const F *weight, *transposed;
   const float* bias;  // [positions, g_tiles * 8]
-  // Values by weight channel, [g_tiles, kShares, 8] for each pixel: beta with reflected borders, and the gradient of y,
-  // which ends in a pixel of zeros.
-  const float *beta, *grad;
+  const float *beta,
+      *grad;  // values: beta with reflected borders, and the gradient of y, which ends in a pixel of zeros
 
-  SAN_HOST_DEVICE int value_bytes() const { return value_step() * static_cast<int>(sizeof(float)); }
   SAN_HOST_DEVICE int hidden_bytes() const { return e_tiles * 8 * static_cast<int>(sizeof(float)); }
-  SAN_HOST_DEVICE int values() const { return G * shares; }
   // The factors and biases of a lane, which lie `weight_step` and `bias_step` apart for adjacent positions.
   __device__ __forceinline__ const F* right_at(int position, int tile, int lane) const {
     return weight + (position * e_tiles * g_tiles + tile) * kWarp + lane;
@@ -40,9 +36,6 @@ struct Attention : Grid {
   }
   SAN_HOST_DEVICE int weight_step() const { return e_tiles * g_tiles * kWarp; }
   SAN_HOST_DEVICE int bias_step() const { return g_tiles * 8; }
-  SAN_HOST_DEVICE int value_step() const { return g_tiles * kShares * 8; }
-  // The place of a pixel's first value for a tile of weight channels and the lane's columns.
-  SAN_HOST_DEVICE int value_at(int tile, int column) const { return tile * kShares * 8 + column; }
 };
 
 // The hidden channels of a lane's two pixels, as left factors.
@@ -70,40 +63,11 @@ struct Hidden {
   }
 };
 
-// sums += w * values, for two pixels and two channels.
-__device__ __forceinline__ void add_weighted(const float (&w)[1][4], const float* const (&rows)[2],
-                                             float (&sums)[kShares][4]) {
-  SAN_UNROLL
-  for (int s = 0; s < kShares; ++s) {
-    SAN_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const auto value = Pack<2, float>::load(rows[i] + 8 * s);
-      sums[s][2 * i] += w[0][2 * i] * value.data[0], sums[s][2 * i + 1] += w[0][2 * i + 1] * value.data[1];
-    }
-  }
-}
-
 // The values of the pixel's partner in row `down` of the footprint and in its first column; the next ones follow.
 template <class F>
 __device__ __forceinline__ const float* row_of(const Attention<F>& p, const float* values, const Pixel<false>& pixel,
                                                int down) {
   return row_at(values, pixel.partners + down * p.padded_width(), p.value_bytes());
-}
-
-// Stores the sums of a tile of weight channels in a map [pixels, values()].
-template <class V, class Grid, class Place>
-__device__ __forceinline__ void store_values(const Grid& p, const Place (&pixels)[2], int first, const Team& team,
-                                             const float (&sums)[kShares][4], V* out) {
-  SAN_UNROLL
-  for (int s = 0; s < kShares; ++s) {
-    SAN_UNROLL
-    for (int n = 0; n < 4; ++n) {
-      const int g = first + team.column + n % 2;
-      if (pixels[n / 2].exists && s < p.shares && g < p.G) {
-        out[int64_t(pixels[n / 2].index) * p.values() + s * p.G + g] = static_cast<V>(sums[s][n]);
-      }
-    }
-  }
 }
 
 // y. Each warp of a team sums over some of the positions.
@@ -128,12 +92,12 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(Attention<F> p, int wa
     for (int x = 0; x < p.kernel_size; ++x, right += p.weight_step(), bias += p.bias_step()) {
       float w[1][4];
       hidden.weights(p, right, bias, w);
-      add_weighted(w, rows, sums);
+      add_weighted(w[0], rows, sums);
       rows[0] += p.value_step(), rows[1] += p.value_step();
     }
   }
   if (warps > 1) sum_over_team(team, reinterpret_cast<float*>(shared_memory_base()), sums);
-  if (team.member == 0) store_values(p, pixels, tile * 8, team, sums, out);
+  if (team.member == 0) store_values(p, pixels, tile, team, sums, out);
 }
 
 // The gradient of beta on the padded grid, [padded pixels, values()]: each position of the footprint pairs a padded
@@ -158,10 +122,10 @@ __global__ void __launch_bounds__(kThreads) attend_around_kernel(Attention<F> p,
         .weights(p, p.right_at(offset.position, tile, team.lane), p.bias_at(offset.position, tile, team.column), w);
     const float* const rows[2] = {row_at(grads, is_pair[0] ? partners[0] : zeros, p.value_bytes()),
                                   row_at(grads, is_pair[1] ? partners[1] : zeros, p.value_bytes())};
-    add_weighted(w, rows, sums);
+    add_weighted(w[0], rows, sums);
   }
   if (warps > 1) sum_over_team(team, reinterpret_cast<float*>(shared_memory_base()), sums);
-  if (team.member == 0) store_values(p, pixels, tile * 8, team, sums, out);
+  if (team.member == 0) store_values(p, pixels, tile, team, sums, out);
 }
 
 // The gradients of the weights, [pixels, positions, G], and of the hidden channels, [pixels, E].
@@ -218,37 +182,6 @@ __global__ void __launch_bounds__(kThreads)
     if (team.member == 0 && pixel.exists && e < p.E) out[int64_t(pixel.index) * p.E + e] = sums[n / 4][n % 4];
   }
 }
-
-// Copies a map [images, height, width, G * shares] by weight channel, with reflected borders; see Attention. After the
-// map follow `zeros` pixels of zeros.
-struct ValueMap {
-  Floats from;
-  int64_t pixel_stride;
-  Footprint f;
-  int G, shares, g_tiles;
-  int64_t pixels, elements;  // of the copy without zeros; rows of 8 values with them
-  float* to;
-
-  __device__ __forceinline__ void write(int64_t index) const {
-    const int rows = g_tiles * kShares, height = static_cast<int>(f.padded_height());
-    const int pixel = static_cast<int>(index / rows), row = static_cast<int>(index - int64_t(pixel) * rows);
-    const int width = static_cast<int>(f.padded_width()), line = pixel / width, image = line / height;
-    const int64_t h = reflect(line - image * height - f.reach(), f.height);
-    const int64_t w = reflect(pixel - line * width - f.reach(), f.width);
-    const int first = row / kShares * 8, s = row % kShares;
-    const int64_t at = ((image * f.height + h) * f.width + w) * pixel_stride + s * G + first;
-    SAN_ROLLED
-    for (int half = 0; half < 8; half += 4) {
-      Pack<4, float> four;
-      SAN_UNROLL
-      for (int n = 0; n < 4; ++n) {
-        const int g = half + n;
-        four.data[n] = pixel < pixels && s < shares && first + g < G ? static_cast<float>(from.get(at + g)) : 0;
-      }
-      four.store(to + 8 * index + half);
-    }
-  }
-};
 
 // The weights of the last layer, [G * positions, E], as the right factors of Attention.
 template <class F>
@@ -321,14 +254,6 @@ __global__ void fold_values_kernel(const float* padded, Footprint f, int channel
   }
 }
 
-// Calls run with the type of beta, which autocast makes bfloat16.
-template <class Run>
-void with_type(const Tensor& beta, const Run& run) {
-  if (beta.scalar_type() == ScalarType::Float) return run(float());
-  STD_TORCH_CHECK(beta.scalar_type() == ScalarType::BFloat16, "on GPUs, beta must be float32 or bfloat16");
-  run(torch::headeronly::BFloat16());
-}
-
 // Calls run with the number of tiles of hidden channels.
 template <class Run>
 void with_depth(int e_tiles, const Run& run) {
@@ -355,8 +280,8 @@ class AttentionWork : public Workspace {
 
   AttentionWork(const Inputs& x, const Footprint& f, bool is_backward) : Workspace(x.hidden), f(f) {
     static_cast<Grid&>(p) = grid_of(x.beta, f);
-    p.E = static_cast<int>(x.hidden.size(3)), p.G = static_cast<int>(x.weight.size(0) / f.positions());
-    p.shares = static_cast<int>(x.beta.size(3) / p.G), p.g_tiles = (p.G + 7) / 8, p.e_tiles = 1;
+    static_cast<Values&>(p) = values_of(x.beta, x.weight.size(0) / f.positions());
+    p.E = static_cast<int>(x.hidden.size(3)), p.e_tiles = 1;
     while (p.e_tiles * 8 < p.E) p.e_tiles *= 2;
     // Indices of the padded weights must fit into 32 bits.
     const int64_t tiles = int64_t(p.positions()) * p.e_tiles * p.g_tiles * kWarp;
@@ -371,24 +296,7 @@ class AttentionWork : public Workspace {
     }
     const int64_t biases = int64_t(p.positions()) * p.g_tiles * 8;
     bias = {p, keep(x.bias), biases, take(biases)}, p.bias = bias.to;
-    beta = values_of(x.beta, f, 0), p.beta = beta.to;
-  }
-
-  // A map, which may be a slice of the channels of another one.
-  ValueMap values_of(const Tensor& x, const Footprint& border, int64_t zeros) {
-    const int64_t W = x.size(2), pixel = x.stride(2);
-    const bool is_slice = x.stride(3) == 1 && x.stride(1) == W * pixel && x.stride(0) == x.size(1) * W * pixel;
-    const int64_t pixels = p.images * border.padded_height() * border.padded_width();
-    const int64_t rows = (pixels + zeros) * p.g_tiles * kShares;
-    return {is_slice ? Floats(x) : keep(x),
-            is_slice ? pixel : x.size(3),
-            border,
-            p.G,
-            p.shares,
-            p.g_tiles,
-            pixels,
-            rows,
-            take(rows * 8)};
+    beta = ValueMap(*this, x.beta, f, p, 0), p.beta = beta.to;
   }
 
   // Calls launch(warps, blocks, bytes of shared memory) for `tasks` teams that sum `sums` values per lane.
@@ -415,7 +323,7 @@ void forward(AttentionWork<F>& work, Tensor& y) {
 template <class F, class V>
 void backward(AttentionWork<F>& work, const Tensor& grad, Inputs& out) {
   Attention<F>& p = work.p;
-  const ValueMap grads = work.values_of(grad, {1, work.f.height, work.f.width}, 1);
+  const ValueMap grads(work, grad, {1, work.f.height, work.f.width}, p, 1);
   p.grad = grads.to;
   const int columns = p.e_tiles * 8 + 8, rows = p.positions() * p.G;
   Tensor ones = work.empty({p.pixels(), columns}), weights = work.empty({p.pixels(), rows});
@@ -445,10 +353,8 @@ void backward(AttentionWork<F>& work, const Tensor& grad, Inputs& out) {
 Footprint check_inputs(const Inputs& x, int64_t kernel_size) {
   const Footprint f = check_last_layer(x.hidden, x.weight, x.bias, kernel_size);
   check_float32(x.hidden);
-  const int64_t G = x.weight.size(0) / f.positions(), E = x.hidden.size(3), shares = x.beta.size(3) / G;
-  STD_TORCH_CHECK(E <= 8 * kMostDepth && shares <= kShares, "on GPUs, attend_patches needs at most ", 8 * kMostDepth,
-                  " hidden channels and ", kShares, " value channels for each weight channel, not ", E, " and ",
-                  shares);
+  STD_TORCH_CHECK(x.hidden.size(3) <= 8 * kMostDepth, "on GPUs, attend_patches needs at most ", 8 * kMostDepth,
+                  " hidden channels, not ", x.hidden.size(3));
   return f;
 }
 
@@ -461,7 +367,7 @@ Tensor attend_patches(const Tensor& hidden, const Tensor& weight, const Tensor& 
   if (y.numel() == 0) return y;
   with_operand(beta.scalar_type(), tf32, [&]<class F>(F) {
     AttentionWork<F> work({hidden, weight, bias, beta}, f, false);
-    with_type(beta, [&]<class V>(V) { forward<F, V>(work, y); });
+    with_value_type(beta, [&]<class V>(V) { forward<F, V>(work, y); });
   });
   return y;
 }
@@ -477,7 +383,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_patches_backward(const Tensor&
   if (beta.numel() > 0) {
     with_operand(beta.scalar_type(), tf32, [&]<class F>(F) {
       AttentionWork<F> work({hidden, weight, bias, beta}, f, true);
-      with_type(beta, [&]<class V>(V) { backward<F, V>(work, grad, out); });
+      with_value_type(beta, [&]<class V>(V) { backward<F, V>(work, grad, out); });
     });
   }
   return {out.hidden, out.weight, out.bias, out.beta};

@@ -91,6 +91,8 @@ class Gamma(nn.Sequential):
         last = self[-1]
         if not isinstance(last, nn.Conv2d) or not fuses("attend_pairs", beta_NMHW):
             return False
+        if beta_NMHW.is_cuda:  # there is no backward pass
+            return not torch.is_grad_enabled() and _fuses_values_on_gpu(last, last.out_channels, beta_NMHW)
         return {phi_NRHW.dtype, beta_NMHW.dtype, last.weight.dtype} in ({torch.float32}, {torch.float64})
 
     def fuses_patches(self, x_NRHW: Tensor) -> bool:
@@ -106,12 +108,9 @@ class Gamma(nn.Sequential):
             return False
         if len(self) == 3 or last.bias is None:  # the only layer is part of `patch_linear`
             return False
-        if not beta_NMHW.is_cuda:
-            types = {x.dtype for x in (around_NRHW, beta_NMHW, last.weight)}
-            return types in ({torch.float32}, {torch.float64})
-        is_usual = last.weight.dtype == torch.float32 and beta_NMHW.dtype in (torch.float32, torch.bfloat16)
-        shares = beta_NMHW.shape[1] * kernel_size**2 // last.out_channels
-        return is_usual and last.in_channels <= 64 and 4 <= shares <= 8  # with fewer shares, most of the kernel's work is idle
+        if beta_NMHW.is_cuda:
+            return last.in_channels <= 64 and _fuses_values_on_gpu(last, last.out_channels // kernel_size**2, beta_NMHW)
+        return {around_NRHW.dtype, beta_NMHW.dtype, last.weight.dtype} in ({torch.float32}, {torch.float64})
 
     def _is_plain(self, layers: int) -> bool:
         """Whether the first layers are those of `of` and need not be called."""
@@ -135,6 +134,8 @@ class Gamma(nn.Sequential):
 
     def attend_pairs(self, maps: PairMaps, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
         """The weighted sum of beta with the weights of `pair_weights`, [N, M, H, W]. Requires `fuses_pair_values`."""
+        wide = torch.promote_types(beta_NMHW.dtype, torch.float32)
+        maps = maps._replace(center=maps.center.to(wide), around=maps.around.to(wide))
         norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, beta_NMHW.dtype)
         return kernels.attend_pairs(*maps[:2], norm, weight1, shift2, weight2, beta_NMHW, kernel_size, maps.products)
 
@@ -238,3 +239,8 @@ class Gamma(nn.Sequential):
             return nn.functional.conv2d(x_NCHW, weight[:, :, None, None], bias)
         weight_N = weight.expand(len(x_NCHW), -1, -1)
         return torch.baddbmm(bias[:, None], weight_N, x_NCHW.flatten(2)).unflatten(2, x_NCHW.shape[2:])
+
+
+def _fuses_values_on_gpu(last: nn.Conv2d, weights: int, beta_NMHW: Tensor) -> bool:
+    is_usual = last.weight.dtype == torch.float32 and beta_NMHW.dtype in (torch.float32, torch.bfloat16)
+    return is_usual and 4 <= beta_NMHW.shape[1] // weights <= 8  # the kernels compute eight channels that share a weight

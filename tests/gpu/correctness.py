@@ -110,6 +110,15 @@ def check_fused(operator: str, precisions: Sequence[str], settings: Settings) ->
     yield check_sizes(operator, precisions[0], SIZES[1], settings, swap=True)
 
 
+def attend_pairs(settings: Settings) -> Iterator[Row]:
+    """Checks pairwise attention without stored weights, which has no backward pass on GPUs."""
+    for sizes, tf32 in itertools.product([*SIZES, *STAGES] if settings.on_gpu else SIZES[:3], (False, True)):
+        exact = tuple(x.to(settings.device) for x in cases.sample("attend_pairs", replace(sizes, shares=8)))
+        got = cases.computed("attend_pairs", tuple(x.float() for x in exact), sizes, kernels(settings), tf32)
+        want = cases.defined("attend_pairs", exact, sizes)
+        yield checks(f"attend_pairs, {'tf32' if tf32 else 'float32'}, {sizes}", got, want, [5e-3 if tf32 else 1e-5])
+
+
 def check_case(operator: Operator, case: OperatorCase, dtype: torch.dtype, settings: Settings, swap: bool = False) -> Row:
     """Checks an operator of unfused attention or the aggregation."""
     inputs = tuple(x.to(settings.device) for x in operator.sample(case, dtype))
@@ -417,6 +426,7 @@ ALL = [
         for operator in cases.OPERATORS
         for precisions, priority in ((["float32", "tf32", "bfloat16"], 10), (["float16"], 50))
     ),
+    _case("attend_pairs", attend_pairs, 10),
     _case("operators", operators, 13),
     _case("norm_relu", norm_relu, 13),
     _case("pooling", pooling, 13),

@@ -14,7 +14,7 @@ from san.ops import fused_reference
 KINDS = ("pairwise", "patchwise")
 OPERATORS = ("pair_statistics", "pair_covariance", "pair_weights", "patch_statistics", "patch_linear", "attend_patches")
 ON_CPU = (*OPERATORS, "attend_pairs")
-"""The last one has no kernels for GPUs."""
+"""On GPUs, the last one has no backward pass."""
 STATISTICS = ("pair_statistics", "patch_statistics")
 Tensors = tuple[Tensor, ...]
 

@@ -30,6 +30,7 @@ from tests.ops.cases import (
     run_kernels,
     sample,
     with_half_weights,
+    with_saved,
 )
 from tests.ops.operators import cotangent, gradients, stored_by_pixels
 
@@ -81,6 +82,35 @@ def test_half_weights(operator: str, shim: Any) -> None:
             got, want = run_kernels(operator, tensors, sizes, shim), wanted(operator, rounded, sizes)
             assert error(got[0], want[0]) <= max(5e-3, torch.finfo(dtype).eps), (dtype, sizes)
             assert_near(got[1:], want[1:], 0.2, (dtype, sizes))
+
+
+def test_pairwise_attention_matches_the_definition(shim: Any) -> None:
+    """It has no backward pass. The softmax may have any reference."""
+    for sizes in (replace(sizes, shares=min(sizes.shares, 8)) for sizes in [*SMALL, replace(STAGE_5, height=4, width=4)]):
+        exact = sample("attend_pairs", sizes)
+        for tf32, most in ((False, 2e-6), (True, 2e-3)):
+            tensors = tuple(x.float() for x in exact)
+            y, softmax = with_saved("attend_pairs", tensors, sizes, shim, tf32)
+            assert_near([y], defined("attend_pairs", exact, sizes), most, sizes)
+            _, of_cpu = with_saved("attend_pairs", tensors, sizes)
+            ours, theirs = ((x[:, 0] - x[:, 1].log()) for x in (softmax, of_cpu))
+            assert_near([ours], [theirs], most, sizes)
+        half = *exact[:3], exact[3].bfloat16(), exact[4], *(x.bfloat16() for x in exact[5:])
+        y, _ = with_saved("attend_pairs", tuple(x.float() if x.dtype == torch.float64 else x for x in half), sizes, shim)
+        assert y.dtype == torch.bfloat16
+        assert_near([y], defined("attend_pairs", tuple(x.double() for x in half), sizes), 1e-2, sizes)
+
+
+def test_pairwise_attention_with_growing_logits(shim: Any) -> None:
+    """Logits that grow along the footprint raise the reference of the softmax again and again."""
+    sizes = Sizes(1, 9, 9, 7, 1, 1, 1, shares=8)
+    ramp = torch.arange(81.0, dtype=torch.float64).view(1, 9, 9, 1)
+    tensors = torch.zeros_like(ramp), -ramp, *sample("attend_pairs", sizes)[2:]
+    tensors[2].copy_(torch.tensor([[0.0], [1], [0]])), tensors[3].fill_(1), tensors[4].fill_(0), tensors[5].fill_(1)
+    for times in (1.0, -1.0, 100.0, 1e30):
+        exact = *tensors[:5], tensors[5] * times, tensors[6]
+        y, _ = with_saved("attend_pairs", tuple(x.float() for x in exact), sizes, shim)
+        assert_near([y], defined("attend_pairs", exact, sizes), 1e-5, times)
 
 
 def test_attention_of_bfloat16_values(shim: Any) -> None:
