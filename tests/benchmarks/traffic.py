@@ -28,7 +28,7 @@ NAMES = ("san10_pairwise", "san10_patchwise", "resnet26")
 # By the beginning of an operator's name; the others are elementwise.
 KINDS = {
     "san.norm_relu": "norm",
-    "san.norm_affine": "small",
+    **dict.fromkeys(("san.norm_affine", "san.track_statistics"), "small"),
     **dict.fromkeys(("san.max_pool", "san.stem"), "pooling, stem"),
     "san.": "attention",
     "aten.native_batch_norm": "norm",

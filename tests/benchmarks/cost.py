@@ -1,0 +1,83 @@
+"""Predicts the time of attention without stored weights on an H100, from the instructions of the compiled kernels. Needs nvcc.
+
+    python -m tests.benchmarks.cost
+
+For each of SAN10's stages with 32 images and TF32: instructions of the inner loop, and the milliseconds that the GPU needs to
+start them if it starts one in every cycle. Kernels have reached about half of this rate.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from cuda_ext import build
+from tests.benchmarks.stages import STAGES
+from tests.benchmarks.tables import table
+from tests.ops.machine_code import NVCC_FLAGS, Loop, main_loops
+
+BATCH = 32
+INSTRUCTIONS_PER_SECOND = 132 * 4 * 1.755e9  # multiprocessors, their schedulers, and the clock of an H100
+
+
+class Stage:
+    """The work of a stage in inner loops; each iteration computes 16 pixels and a position of the footprint."""
+
+    def __init__(self, number: int, channels: int, side: int, footprint: int) -> None:
+        self.number = number
+        self.weight_tiles = self.depth = -(-channels // 32 // 8)  # of 8 weight channels, and of as many hidden channels
+        self.groups = BATCH * side**2 * footprint**2 / 16
+        self.padded_groups = BATCH * (side + footprint - 1) ** 2 * footprint**2 / 16
+        self.pair_tiles = min(self.weight_tiles, 2)  # that a warp of the pairwise kernel computes
+
+
+KERNELS: dict[str, tuple[str, Callable[[Stage], str], Callable[[Stage], float]]] = {
+    "patchwise, forward": (
+        "attend.cu",
+        lambda s: f"attend_kernel<Operand<false>, {s.depth}, float>",
+        lambda s: s.groups * s.weight_tiles,
+    ),
+    "patchwise, gradients of β": (
+        "attend.cu",
+        lambda s: f"attend_around_kernel<Operand<false>, {s.depth}>",
+        lambda s: s.padded_groups * s.weight_tiles,
+    ),
+    "patchwise, gradients of weights and hidden channels": (
+        "attend.cu",
+        lambda s: f"attend_center_kernel<Operand<false>, {s.depth}>",
+        lambda s: s.groups * s.weight_tiles,
+    ),
+    "pairwise, without gradients": (
+        "pair_weights.cu",
+        lambda s: f"attend_pairs_kernel<Operand<false>, Stage{s.number}, {s.pair_tiles}, float>",
+        lambda s: s.groups * s.weight_tiles / s.pair_tiles,
+    ),
+}
+
+
+def compiled(source: str, folder: Path) -> dict[str, Loop]:
+    toolchain = build.Toolchain.find(cuda=True)
+    output = folder / f"{source}.o"
+    command = build.compile_command(build.SOURCE_DIR / "cuda" / source, output, toolchain)
+    build.run([*(flag for flag in command if not flag.startswith("-gencode")), *NVCC_FLAGS])
+    return main_loops(output)
+
+
+def main() -> None:
+    stages = [Stage(number, *sizes) for number, sizes in enumerate(STAGES.values(), 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        loops = {source: compiled(source, Path(folder)) for source in {source for source, _, _ in KERNELS.values()}}
+    rows = []
+    for label, (source, name, work) in KERNELS.items():
+        cells = []
+        for stage in stages:
+            loop = loops[source].get(name(stage))
+            ms = 1000 * loop.instructions * work(stage) / INSTRUCTIONS_PER_SECOND if loop else 0
+            cells.append(f"{loop.instructions}; {ms:.3f}" if loop else "-")
+        rows.append([label, *cells])
+    print(table("Instructions of the inner loop; ms to start all of them", ["kernel", *STAGES], rows))
+
+
+if __name__ == "__main__":
+    main()
