@@ -17,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from san.nn import norm
+from san.nn.mapping import Gamma
 from tests.benchmarks.traffic import step as traffic
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings
@@ -30,7 +31,7 @@ SLOWEST = 12
 # The first class whose pattern matches the kernel's name. The names are those of tests.benchmarks.traffic.
 CLASSES = {
     "pooling, stem": "pool|stem",
-    "norm": "norm_relu|distance_sums|gradient_sums_kernel|batch_?norm|bn_(fw|bw)|bnAdd",
+    "norm": "norm_relu|norm_affine|track_statistics|distance_sums|gradient_sums_kernel|batch_?norm|bn_(fw|bw)|bnAdd",
     "attention": "san::",
     "optimizer": "multi_tensor",
     "convolutions, products": "cudnn|cutlass|gemm|gemv|wgrad|dgrad|fprop|conv|splitK",
@@ -53,6 +54,7 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "pools by torch": partial(patch.object, norm, "_fuses_max_pool", never),
     "one convolution at a time": partial(patch.object, norm, "_run_as_one", never),
     "1x1 convolutions by cuDNN": partial(patch.object, norm, "_prefers_product", never),
+    "attention with stored weights": partial(patch.object, Gamma, "fuses_patch_values", never),
     "cudnn.benchmark": partial(torch.backends.cudnn.flags, enabled=True, benchmark=True),
 }
 """How a step is captured."""
