@@ -18,7 +18,7 @@ constexpr int kMostDepth = 8;  // tiles of hidden channels
 template <class F>
 struct Attention : Grid, Values {
   int E, e_tiles;
-  const float* hidden;  // [pixels, e_tiles * 8], rounded for F
+  const float* hidden;  // [pixels + 1, e_tiles * 8], rounded for F; in backward, the last pixel is zeros
   // Right factors: in `weight` [positions][e_tiles][g_tiles], rows are weight channels, in `transposed`
   // [positions][g_tiles][e_tiles], hidden channels.
   const F *weight, *transposed;
@@ -113,16 +113,31 @@ __global__ void __launch_bounds__(kThreads) attend_around_kernel(Attention<F> p,
   const float* grads = p.grad + p.value_at(tile, team.column);
   const int zeros = static_cast<int>(p.pixels());
   float sums[kShares][4] = {};
-  for (Offset offset(team, p); offset.position < p.positions(); offset.advance(warps, p.kernel_size)) {
-    bool is_pair[2];
-    const int partners[2] = {pixels[0].partner(p, offset, is_pair[0]), pixels[1].partner(p, offset, is_pair[1])};
-    if (!__any_sync(~0u, is_pair[0] || is_pair[1])) continue;
-    float w[1][4];
-    Hidden<F, kDepth>(p, partners[0], partners[1], team.column)
-        .weights(p, p.right_at(offset.position, tile, team.lane), p.bias_at(offset.position, tile, team.column), w);
-    const float* const rows[2] = {row_at(grads, is_pair[0] ? partners[0] : zeros, p.value_bytes()),
-                                  row_at(grads, is_pair[1] ? partners[1] : zeros, p.value_bytes())};
-    add_weighted(w[0], rows, sums);
+  for (int down = team.member; down < p.kernel_size; down += warps) {
+    int partners[2], columns[2];  // in column 0 of the footprint; the next ones precede them
+    SAN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const int row = pixels[i].y - down;
+      const bool is_inside = pixels[i].exists && static_cast<unsigned>(row) < static_cast<unsigned>(p.height);
+      columns[i] = is_inside ? pixels[i].x : -1, partners[i] = pixels[i].partners + row * p.width + pixels[i].x;
+    }
+    const F* right = p.right_at(down * p.kernel_size, tile, team.lane);
+    const float* bias = p.bias_at(down * p.kernel_size, tile, team.column);
+    SAN_ROLLED
+    for (int x = 0; x < p.kernel_size; ++x, right += p.weight_step(), bias += p.bias_step()) {
+      bool is_pair[2];
+      SAN_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        is_pair[i] = static_cast<unsigned>(columns[i] - x) < static_cast<unsigned>(p.width);
+      }
+      if (!__any_sync(~0u, is_pair[0] || is_pair[1])) continue;
+      float w[1][4];
+      Hidden<F, kDepth>(p, is_pair[0] ? partners[0] - x : zeros, is_pair[1] ? partners[1] - x : zeros, team.column)
+          .weights(p, right, bias, w);
+      const float* const rows[2] = {row_at(grads, is_pair[0] ? partners[0] - x : zeros, p.value_bytes()),
+                                    row_at(grads, is_pair[1] ? partners[1] - x : zeros, p.value_bytes())};
+      add_weighted(w[0], rows, sums);
+    }
   }
   if (warps > 1) sum_over_team(team, reinterpret_cast<float*>(shared_memory_base()), sums);
   if (team.member == 0) store_values(p, pixels, tile, team, sums, out);
@@ -274,6 +289,7 @@ class AttentionWork : public Workspace {
   const Footprint f;
   Attention<F> p{};
   PaddedMap<F> hidden;
+  PaddedVector zeros;  // behind them
   PackedLayer<F> weight, transposed;
   PackedBias<F> bias;
   ValueMap beta;
@@ -286,9 +302,11 @@ class AttentionWork : public Workspace {
     // Indices of the padded weights must fit into 32 bits.
     const int64_t tiles = int64_t(p.positions()) * p.e_tiles * p.g_tiles * kWarp;
     STD_TORCH_CHECK(tiles < int64_t(1) << 30, "a last layer of [", x.weight.size(0), ", ", p.E, "] is too large");
-    hidden = {keep_float(x.hidden),   {1, f.height, f.width},           p.E, p.e_tiles,
-              p.pixels() * p.e_tiles, take(p.pixels() * p.e_tiles * 8), {}};
-    p.hidden = hidden.to;
+    const int64_t hidden_size = p.pixels() * p.e_tiles * 8;
+    float* to_hidden = take(hidden_size + p.e_tiles * 8);
+    hidden = {keep_float(x.hidden), {1, f.height, f.width}, p.E, p.e_tiles, p.pixels() * p.e_tiles, to_hidden, {}};
+    zeros = {nullptr, 0, p.e_tiles * 8, to_hidden + hidden_size};
+    p.hidden = to_hidden;
     weight = {p, keep(x.weight), false, tiles, take<F>(tiles)}, p.weight = weight.to;
     if (is_backward) {
       transposed = {p, keep(x.weight), true, tiles, take<F>(tiles)};
@@ -329,7 +347,7 @@ void backward(AttentionWork<F>& work, const Tensor& grad, Inputs& out) {
   Tensor ones = work.empty({p.pixels(), columns}), weights = work.empty({p.pixels(), rows});
   const WithOnes with_ones{work.hidden.from, p.E, columns, p.pixels() * columns, ones.mutable_data_ptr<float>()};
   prepare(work.stream(), work.hidden, work.weight, work.bias, work.beta);
-  prepare(work.stream(), work.transposed, grads, with_ones);
+  prepare(work.stream(), work.transposed, work.zeros, grads, with_ones);
   float* padded = work.take(p.padded_pixels() * p.values());
   with_depth(p.e_tiles, [&](auto depth) {
     constexpr int kDepth = decltype(depth)::value;

@@ -113,6 +113,15 @@ def test_pairwise_attention_with_growing_logits(shim: Any) -> None:
         assert_near([y], defined("attend_pairs", exact, sizes), 1e-5, times)
 
 
+def test_nan_only_affects_gradients_of_its_neighbours(shim: Any) -> None:
+    """Beyond the border of the map, pixels of zeros take the place of the missing ones."""
+    hidden, weight, bias, beta = sample("attend_patches", dtype=torch.float32)
+    hidden[0, 0, 0] = float("nan")
+    *_, to_beta = run_kernels("attend_patches", (hidden, weight, bias, beta), Sizes(), shim)
+    affected = to_beta.isnan().any(3)
+    assert affected[0].nonzero().tolist() == [[h, w] for h in (0, 1) for w in (0, 1)] and not affected[1].any()
+
+
 def test_attention_of_bfloat16_values(shim: Any) -> None:
     *layer, beta = sample("attend_patches", SMALL[0])
     tensors = *(x.float() for x in layer), beta.bfloat16()

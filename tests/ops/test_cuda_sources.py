@@ -26,7 +26,7 @@ STAGE_4_BYTES = 64
 INSTRUCTIONS = {
     "attend.cu": {
         "attend_kernel<Operand<false>, 1, float>": 67,
-        "attend_around_kernel<Operand<false>, 1>": 116,
+        "attend_around_kernel<Operand<false>, 1>": 95,
         "attend_center_kernel<Operand<false>, 1>": 79,
     },
     "pair_weights.cu": {
