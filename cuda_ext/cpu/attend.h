@@ -1,5 +1,5 @@
-// The weighted sum of values, with attention weights that exist for one band at a time, in scratch memory: they are
-// computed again for gradients, so that nothing of their size is ever stored. The sources of weights are in pairs.cpp
+// The weighted sum of values, with attention weights that exist for one band at a time, in scratch memory. They are
+// computed again for gradients, so that they are never stored. The sources of weights are in pairs.cpp
 // and patches.cpp.
 #pragma once
 #include "bands.h"
@@ -24,7 +24,8 @@ struct Values {
         lanes(lanes),
         beta(as<T>(beta)) {}
 
-  // Whole vectors for each position.
+  // Between adjacent positions, in whole vectors. All of these values must be written: the aggregation multiplies those
+  // after the last pixel by 0.
   int64_t pitch(int64_t rows) const { return (rows * p.footprint.width + lanes - 1) / lanes * lanes; }
   int64_t weights_size(int64_t rows) const { return p.weights * p.footprint.positions() * pitch(rows); }
   // Rows whose weights stay in the L2 cache.
@@ -50,10 +51,10 @@ Tensor attend(const Values<T>& x, const Scratch& scratch_of, const Weigh& weigh)
   const int64_t tasks = 2 * torch::stable::get_num_threads();
   const std::vector<Band> bands = bands_of(x.N, f, std::clamp<int64_t>(x.N * f.height / tasks, 1, x.band_rows(1)));
   const int64_t rows = most_rows(bands), size = x.weights_size(rows);
-  const int64_t rest = std::max(scratch_of(rows), kernels.scratch(x.p, rows, false));
+  const int64_t scratch_size = std::max(scratch_of(rows), kernels.scratch(x.p, rows, false));
   Tensor y = torch::stable::empty_like(x.beta);
   T* out = y.template mutable_data_ptr<T>();
-  for_each_task<T>(bands.size(), size + rest, [&](int64_t task, T* scratch) {
+  for_each_task<T>(bands.size(), size + scratch_size, [&](int64_t task, T* scratch) {
     const Band& band = bands[task];
     const BandWeights<T> w{scratch, x.pitch(band.rows.last - band.rows.first)};
     weigh(band, scratch + size, w);
@@ -69,25 +70,25 @@ std::vector<Band> bands_of_gradients(const Values<T>& x) {
 }
 
 // The gradient of beta for `grad` [N, H, W, M]. `weigh_backward` receives the weights of a band, their gradients, and
-// sum_j w grad_w for each pixel, [G, pitch]: weigh_backward(task, band, scratch, weights, gradients, sums). Bands are
+// sum_j w grad_w for each pixel, [G, pitch]: weigh_backward(task, band, scratch, weights, gradients, dots). Bands are
 // those of `bands_of_gradients`.
 template <class T, class Scratch, class Weigh, class WeighBackward>
 Tensor attend_backward(const Values<T>& x, const Tensor& grad, const std::vector<Band>& bands,
                        const Scratch& scratch_of, const Weigh& weigh, const WeighBackward& weigh_backward) {
   const AggregationKernels<T>& kernels = aggregation_kernels<T>(x.p.footprint);
-  const int64_t rows = most_rows(bands), size = x.weights_size(rows), mean_size = x.p.weights * x.pitch(rows);
-  const int64_t rest = std::max(scratch_of(rows), kernels.scratch(x.p, rows, true));
+  const int64_t rows = most_rows(bands), size = x.weights_size(rows), dots_size = x.p.weights * x.pitch(rows);
+  const int64_t scratch_size = std::max(scratch_of(rows), kernels.scratch(x.p, rows, true));
   const Tensor grad_y = as<T>(grad);
   Tensor to_beta = torch::stable::empty_like(x.beta);
   torch::stable::zero_(to_beta);
   T* out = to_beta.template mutable_data_ptr<T>();
-  for_each_band_apart<T>(bands, 2 * size + mean_size + rest, [&](int64_t task, const Band& band, T* scratch) {
+  for_each_band_apart<T>(bands, 2 * size + dots_size + scratch_size, [&](int64_t task, const Band& band, T* scratch) {
     const int64_t pitch = x.pitch(band.rows.last - band.rows.first), map = band.image * x.map_size;
     const BandWeights<T> w{scratch, pitch}, to_w{scratch + size, pitch};
-    T *mean = scratch + 2 * size, *free = mean + mean_size;
+    T *dots = scratch + 2 * size, *free = dots + dots_size;
     weigh(band, free, w);
-    kernels.backward(x.p, x.maps(band, w), values<T>(grad_y) + map, band.rows, free, out + map, to_w, mean);
-    weigh_backward(task, band, free, w, to_w, mean);
+    kernels.backward(x.p, x.maps(band, w), values<T>(grad_y) + map, band.rows, free, out + map, to_w, dots);
+    weigh_backward(task, band, free, w, to_w, dots);
   });
   return to_beta;
 }

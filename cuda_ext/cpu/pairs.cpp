@@ -1,6 +1,6 @@
-// Operators on the pairs of a pixel and a position of its footprint. The attention weights are the only tensor with a
-// value for every pair. The definitions are in schemas.py. The loops over pairs, which take nearly all the time, are in
-// simd/pairs.cpp.
+// Operators on the pairs of a pixel and a position of its footprint. pair_weights stores one tensor with a value for
+// every pair, attend_pairs none. The definitions are in schemas.py. The loops over pairs, which take nearly all the
+// time, are in simd/pairs.cpp.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -264,13 +264,14 @@ AttendGradients attend_backward(const Problem<T>& problem, const Tensor& grad, c
   Gradients<T> to(problem, bands.size());
   const Tensor kept = as<T>(softmax);
   const Tensor to_beta = attend_backward(
-      x, grad, bands, [&](int64_t rows) { return kernels<T>().scratch(p, rows, true); },
+      x, grad, bands,
+      [&](int64_t rows) { return std::max(kernels<T>().scratch(p, rows, false), kernels<T>().scratch(p, rows, true)); },
       [&](const Band& band, T* scratch, BandWeights<T> w) {
         kernels<T>().weights_again(p, problem.maps(band.image), band.rows, scratch, w,
                                    values<T>(kept) + band.image * 2 * p.weights * problem.P);
       },
-      [&](int64_t task, const Band& band, T* scratch, BandWeights<T> w, BandWeights<T> to_w, const T* mean) {
-        kernels<T>().weights_backward(p, problem.maps(band.image), {w.data, w.pitch}, {to_w.data, to_w.pitch}, mean,
+      [&](int64_t task, const Band& band, T* scratch, BandWeights<T> w, BandWeights<T> to_w, const T* dots) {
+        kernels<T>().weights_backward(p, problem.maps(band.image), {w.data, w.pitch}, {to_w.data, to_w.pitch}, dots,
                                       band.rows, scratch, to.of(task, band.image));
       });
   return std::tuple_cat(to.all(), std::tuple(to_beta));

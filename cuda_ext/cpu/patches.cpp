@@ -104,8 +104,8 @@ struct Attention {
         P(f.pixels()),
         x(beta, f, layer.rows / f.positions(), kernels<T>().lanes) {}
 
-  int64_t wide() const { return (layer.hidden + x.lanes - 1) / x.lanes * x.lanes; }
-  int64_t scratch(int64_t rows) const { return 2 * wide() * x.pitch(rows); }
+  int64_t hidden_pitch() const { return (layer.hidden + x.lanes - 1) / x.lanes * x.lanes; }
+  int64_t scratch(int64_t rows) const { return 2 * hidden_pitch() * x.pitch(rows); }
   int64_t first(const Band& band) const { return band.rows.first * x.p.footprint.width; }
   int64_t count(const Band& band) const { return (band.rows.last - band.rows.first) * x.p.footprint.width; }
   const T* image(const Band& band) const { return values<T>(a) + band.image * layer.hidden * P; }
@@ -123,7 +123,7 @@ template <class T>
 Gradients attend_backward(const Attention<T>& attention, const Tensor& grad) {
   const LastLayer<T>& layer = attention.layer;
   const std::vector<Band> bands = bands_of_gradients(attention.x);
-  const int64_t wide = attention.wide(), size = layer.rows * (wide + 1);
+  const int64_t pitch = attention.hidden_pitch(), size = layer.rows * (pitch + 1);
   std::vector<T> sums(bands.size() * size);
   Tensor to_a = torch::stable::empty_like(attention.a);
   T* out = to_a.template mutable_data_ptr<T>();
@@ -134,15 +134,15 @@ Gradients attend_backward(const Attention<T>& attention, const Tensor& grad) {
         T* sum = sums.data() + task * size;
         kernels<T>().weights_backward(layer, attention.image(band), attention.P, attention.first(band),
                                       attention.count(band), to_w, scratch,
-                                      {out + band.image * layer.hidden * attention.P, sum, sum + layer.rows * wide});
+                                      {out + band.image * layer.hidden * attention.P, sum, sum + layer.rows * pitch});
       });
   const std::vector<double> total = sum_over_tasks(sums, size);
   std::vector<double> to_weight(layer.rows * layer.hidden);
   for (int64_t row = 0; row < layer.rows; ++row)
-    std::copy_n(total.begin() + row * wide, layer.hidden, to_weight.begin() + row * layer.hidden);
+    std::copy_n(total.begin() + row * pitch, layer.hidden, to_weight.begin() + row * layer.hidden);
   return {torch::stable::transpose(torch::stable::transpose(to_a, 1, 2), 2, 3),
           tensor_of<T>(to_weight.data(), attention.weight, {layer.rows, layer.hidden}),
-          tensor_of<T>(total.data() + layer.rows * wide, attention.weight, {layer.rows}), to_beta};
+          tensor_of<T>(total.data() + layer.rows * pitch, attention.weight, {layer.rows}), to_beta};
 }
 
 Tensor attend_patches(const Tensor& hidden, const Tensor& weight, const Tensor& bias, const Tensor& beta,

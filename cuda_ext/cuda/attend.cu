@@ -1,5 +1,5 @@
 // attend_patches, forward and backward: the last Linear layer of a patchwise mapping and the aggregation, whose weights
-// are never stored. Definition: san/ops/fused_reference.py, attend_patches.
+// are never stored; their gradients are, once. Definition: san/ops/fused_reference.py, attend_patches.
 //
 // A warp computes 16 pixels and 8 weight channels at a time. For each position of the footprint, one product for 8
 // hidden channels gives the weights, in registers: a lane holds those of two pixels and two channels, and multiplies

@@ -151,8 +151,8 @@ class PairwiseAttention(VectorAttention):
 
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
         """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
-        own_weights = type(self).attention_weights is PairwiseAttention.attention_weights
-        if own_weights and isinstance(self.gamma, Gamma) and self.gamma.fuses_pair_values(phi_NRHW, beta_NMHW):
+        is_gamma = _has_own_weights(self) and isinstance(self.gamma, Gamma)
+        if is_gamma and self.gamma.fuses_pair_values(phi_NRHW, beta_NMHW):
             maps = self._fused_maps(phi_NRHW, psi_NRHW)
             if maps is not None:
                 return self.gamma.attend_pairs(maps, beta_NMHW, self.footprint)
@@ -219,8 +219,7 @@ class PatchwiseAttention(VectorAttention):
 
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
         """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
-        own_weights = type(self).attention_weights is PatchwiseAttention.attention_weights
-        is_fused = own_weights and self._fuses(psi_NRHW)
+        is_fused = _has_own_weights(self) and self._fuses(psi_NRHW)
         if not is_fused or not self.gamma.fuses_patch_values(psi_NRHW, beta_NMHW, self.footprint):
             return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
         return self.gamma.attend_patches(self._own(phi_NRHW), psi_NRHW, beta_NMHW, self.footprint)
@@ -272,6 +271,14 @@ class ScalarAttention(SelfAttention):
 
     def extra_repr(self) -> str:
         return f"footprint={self.footprint}, values={self.value_channels}, heads={self.weight_channels}"
+
+
+_OWN_WEIGHTS = PairwiseAttention.attention_weights, PatchwiseAttention.attention_weights
+
+
+def _has_own_weights(layer: SelfAttention) -> bool:
+    """Whether `attention_weights` is the one defined here and need not be called."""
+    return "attention_weights" not in layer.__dict__ and type(layer).attention_weights in _OWN_WEIGHTS
 
 
 @leaf

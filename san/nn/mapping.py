@@ -89,7 +89,7 @@ class Gamma(nn.Sequential):
     def fuses_pair_values(self, phi_NRHW: Tensor, beta_NMHW: Tensor) -> bool:
         """Whether `attend_pairs` can replace `pair_weights` and the aggregation, if `fuses_pairs`."""
         last = self[-1]
-        if not isinstance(last, nn.Conv2d) or not fuses("attend_pairs", beta_NMHW):
+        if not isinstance(last, nn.Conv2d) or len(self) > 6 or not fuses("attend_pairs", beta_NMHW):
             return False
         if beta_NMHW.is_cuda:  # there is no backward pass
             return not torch.is_grad_enabled() and _fuses_values_on_gpu(last, last.out_channels, beta_NMHW)

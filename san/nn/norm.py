@@ -64,8 +64,7 @@ def affine_of(norm: nn.BatchNorm2d, values: int, dtype: torch.dtype, statistics:
 def _update_running_stats(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, values: int) -> None:
     """As BatchNorm does: running means move towards the batch's; variances are corrected by n / (n - 1)."""
     tracked = [x for x in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if x is not None]
-    is_usual = len(tracked) == 3 and all(x.dtype in (torch.float32, torch.float64, torch.int64) for x in tracked)
-    if is_usual and norm.momentum is not None:
+    if norm.momentum is not None and _tracks_by_kernel(tracked, mean.device):
         kernels.track_statistics(tracked[0], tracked[1], tracked[2], mean, var, values, norm.momentum)
         return
     if norm.num_batches_tracked is not None:
@@ -77,6 +76,15 @@ def _update_running_stats(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, value
         if norm.momentum is None and norm.num_batches_tracked is not None:
             momentum = norm.num_batches_tracked.to(running.dtype).reciprocal()
         running.lerp_(batch.to(running.dtype), momentum)
+
+
+def _tracks_by_kernel(tracked: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether one kernel can update running mean, running variance and the count. In a compiled graph, the number of values is
+    not a constant."""
+    types = [x.dtype for x in tracked]
+    is_usual = types in [[dtype, dtype, torch.int64] for dtype in (torch.float32, torch.float64)]
+    is_here = all(x.device == device and x.is_contiguous() for x in tracked)
+    return is_usual and is_here and not torch.compiler.is_compiling()
 
 
 def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:

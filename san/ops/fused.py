@@ -1,4 +1,5 @@
-"""Fused operators on all pairs (i, j) of a pixel and a pixel of its footprint, and on patches. They store only the weights.
+"""Fused operators on all pairs (i, j) of a pixel and a pixel of its footprint, and on patches. They store no hidden layer;
+`pair_weights` stores the attention weights, `attend_pairs` and `attend_patches` do not.
 
 They contain no BatchNorm, but take its affine form, [3, channels] (`norm_affine`), computed with `pair_statistics`,
 `pair_covariance` and `patch_statistics`. Maps are [N, C, H, W] and best channels-last. Other shapes: `cuda_ext/schemas.py`;
@@ -31,6 +32,7 @@ def track_statistics(
     """
     _load()
     torch.ops.san.track_statistics(running_mean, running_var, batches, mean_c, var_c, values, momentum)
+    torch.autograd.graph.increment_version((running_mean, running_var, batches))  # autograd detects the change
 
 
 def pair_statistics(center_NdHW: Tensor, around_NdHW: Tensor, kernel_size: int, products: int = 0) -> tuple[Tensor, Tensor]:

@@ -171,9 +171,11 @@ def _attend_pairs(center: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return _attended(beta, kernel_size), center.new_empty(N, 2, len(weight2), H * W)
 
 
-def _planes(hidden: Tensor) -> Tensor:
-    """An empty map [N, H, W, E] that is stored as [N, E, H, W]."""
+def _like_hidden(hidden: Tensor) -> Tensor:
+    """An empty map [N, H, W, E], which CPU kernels store as [N, E, H, W]."""
     N, H, W, E = hidden.shape
+    if hidden.device.type == "cuda":
+        return hidden.new_empty(N, H, W, E)
     return hidden.new_empty(N, E, H, W).permute(0, 2, 3, 1)
 
 
@@ -335,7 +337,7 @@ OPERATORS = (
         name="attend_patches",
         definition=fused_reference.attend_patches,
         fake=lambda *arguments: _attended(*arguments[3:5]),
-        fake_backward=lambda grad, hidden, *rest: (_planes(hidden), *_like(rest[:3])),
+        fake_backward=lambda grad, hidden, *rest: (_like_hidden(hidden), *_like(rest[:3])),
         backward_arguments=lambda inputs, _: inputs,
         flops=_attend_patches_flops,
         flops_backward=lambda grad, *inputs: 2 * _attend_patches_flops(*inputs),

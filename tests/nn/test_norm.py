@@ -86,6 +86,13 @@ def remove(*names: str) -> Callable[[nn.Module], None]:
     return change
 
 
+def count_in_float32(model: nn.Module) -> None:
+    """As after averaging checkpoints."""
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.num_batches_tracked = layer.get_buffer("num_batches_tracked").float()
+
+
 def replace_forward(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
@@ -101,6 +108,7 @@ def replace_forward(model: nn.Module) -> None:
         pytest.param(remove("bias"), id="no biases"),
         pytest.param(remove("running_mean", "running_var", "num_batches_tracked"), id="no running statistics"),
         pytest.param(remove("num_batches_tracked"), id="no counts"),
+        pytest.param(count_in_float32, id="fractional counts"),
         pytest.param(replace_forward, id="replaced forward"),
     ],
 )
@@ -466,3 +474,12 @@ def test_other_convolutions_of_one_map_are_called(change: str) -> None:
     for y_NCHW, conv in zip(convolve_each(convs, x_NCHW), convs, strict=True):
         torch.testing.assert_close(y_NCHW, conv.forward(x_NCHW))
     assert len(called) == (change == "a hook")
+
+
+def test_autograd_notices_updated_running_statistics() -> None:
+    """A backward pass through running statistics that training has changed meanwhile would be wrong."""
+    norm, x_NCHW = norm_and_map()
+    y_NCHW = norm_relu(norm.eval(), nn.ReLU(), x_NCHW.requires_grad_())
+    norm_relu(norm.train(), nn.ReLU(), x_NCHW)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y_NCHW.sum().backward()

@@ -61,6 +61,7 @@ SIZES = [
     Sizes(2, 4, 3, 3, 1, 1, 1),
     Sizes(2, 4, 4, 7, 3, 1, 2),  # the smallest map for this footprint
     Sizes(1, 9, 8, 15, 2, 3, 1),
+    Sizes(1, 8, 8, 15, 3, 2, 300, shares=1),  # far more weight channels than others: forward needs more scratch memory
     Sizes(1, 33, 5, 5, 9, 2, 2),  # many bands of rows that are shorter than a vector
     Sizes(1, 3, 400, 3, 40, 2, 3),  # rows longer than a block of pixels
     Sizes(2, 9, 67, 7, 6, 0, 3, products=2, shares=17),  # no hidden layer

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode  # torch has no public name for it
 
 from san.ops import fused_reference, reference
 from tests.ops.cases import (
@@ -139,6 +141,21 @@ def test_order_of_blocks_does_not_change_bits(operator: str, shim: Any, monkeypa
     first = run_kernels(operator, tensors, sizes, shim)
     monkeypatch.setenv("SAN_SHIM_REVERSE", "1")
     assert all(map(torch.equal, first, run_kernels(operator, tensors, sizes, shim)))
+
+
+@every_operator
+def test_torch_knows_the_memory_order_of_results(operator: str, shim: Any) -> None:
+    """For torch.compile, which allocates and reads the tensors of a graph without running it."""
+    tensors = sample(operator, dtype=torch.float32)
+    outputs, grads = with_saved(operator, tensors, Sizes(), shim), cotangents(computed(operator, tensors, Sizes(), shim))
+    arguments = backward_arguments(operator, tensors, outputs, grads, Sizes())
+    real = *outputs, *getattr(shim, f"{operator}_backward")(*arguments)
+    with FakeTensorMode():
+        on_gpu = [torch.empty_strided(x.shape, x.stride(), device="cuda") for x in tensors]
+        fakes = with_saved(operator, tuple(on_gpu), Sizes())
+        moved = [torch.empty_strided(x.shape, x.stride(), device="cuda") if isinstance(x, Tensor) else x for x in arguments]
+        fakes += getattr(torch.ops.san, f"{operator}_backward")(*moved)
+    assert [x.stride() for x in fakes] == [x.stride() for x in real]
 
 
 @every_operator

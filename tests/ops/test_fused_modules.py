@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -334,6 +335,21 @@ def test_subclass_may_override_the_weights(cls: type[SelfAttention]) -> None:
 
 
 @every_kind
+def test_object_and_patched_class_may_override_the_weights(kind: str) -> None:
+    module, x = Setting(kind).module(), Setting(kind).x()
+
+    def no_weights(*maps: Tensor) -> Tensor:
+        phi = maps[-2]
+        return phi.new_zeros(len(phi), 2, 9, phi.shape[2:].numel())
+
+    with patch.object(type(module), "attention_weights", no_weights):
+        assert not module(x).any()
+    assert module(x).any()
+    module.attention_weights = no_weights  # type: ignore[method-assign]
+    assert not module(x).any()
+
+
+@every_kind
 def test_backend_and_device_decide_about_fusion(kind: str) -> None:
     module, x = Setting(kind).module(), Setting(kind).x()
     operator = FUSED[kind].removeprefix("san::")
@@ -415,6 +431,7 @@ def test_compiles_for_any_size(kind: str) -> None:
     compiled = torch.compile(copy.deepcopy(module), fullgraph=True, dynamic=True, backend="aot_eager")
     for batch, height, width in ((2, 6, 5), (3, 7, 9)):
         x = Setting(kind, batch=batch, height=height, width=width).x()
+        torch._dynamo.mark_dynamic(x, 0)  # an error if the graph fits one batch size only
         torch.testing.assert_close(compiled(x), module(x))
     for got, want in zip(compiled.buffers(), module.buffers(), strict=True):
         torch.testing.assert_close(got, want)

@@ -120,11 +120,11 @@ struct Line {
   }
 
   // Gradients of a weight and, in `to_beta`, of the `shares` value channels that start at c and share it. The first
-  // call for a weight overwrites its gradient, later calls add to it. Writes sum_j w grad_w to `mean`, unless it is
+  // call for a weight overwrites its gradient, later calls add to it. Writes sum_j w grad_w to `dots`, unless it is
   // null. `room` is the number of pixels up to the end of the band.
   template <int shares, bool is_near_end>
   __attribute__((always_inline)) inline void correlate(int64_t row, int64_t c, BandWeights<const T> w, const T* end,
-                                                       BandWeights<T> grad_w, T* mean, int64_t room, bool is_first,
+                                                       BandWeights<T> grad_w, T* dots, int64_t room, bool is_first,
                                                        const PaddedRows<T>& to_beta) const {
     for (int64_t t = 0; t < width; t += kLanes<T>) {
       const int64_t values = is_near_end ? room - t : kLanes<T>;
@@ -145,7 +145,7 @@ struct Line {
         }
         store_some(out, sum, values), dot += factor * sum;
       });
-      if (mean != nullptr) store_some(mean + t, dot, values);
+      if (dots != nullptr) store_some(dots + t, dot, values);
     }
   }
 };
@@ -189,18 +189,18 @@ void forward(const Aggregation<T>& p, const AggregationMaps<T>& x, Rows rows, T*
 
 template <bool is_near_end, class T>
 SAN_INLINE void correlate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, Rows rows,
-                              BandWeights<T> grad_w, T* mean, const PaddedRows<T>& to_beta) {
+                              BandWeights<T> grad_w, T* dots, const PaddedRows<T>& to_beta) {
   const int64_t row = h - rows.first, room = (rows.last - h) * line.W;
   for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
     line.template correlate<shares, is_near_end>(
         row, c, part_of(x.w, g, line.K, row * line.W), x.w_end, part_of(grad_w, g, line.K, row * line.W),
-        mean == nullptr ? nullptr : mean + g * x.w.pitch + row * line.W, room, c == g, to_beta);
+        dots == nullptr ? nullptr : dots + g * x.w.pitch + row * line.W, room, c == g, to_beta);
   });
 }
 
 template <class T>
 void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* grad_y, Rows rows, T* scratch,
-              T* grad_beta, BandWeights<T> grad_w, T* mean) {
+              T* grad_beta, BandWeights<T> grad_w, T* dots) {
   const Line<T> line(p, rows, scratch);
   const PaddedRows<T> to_beta(p, rows, scratch);
   line.beta.read(x.beta, rows.first);
@@ -209,9 +209,9 @@ void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* gra
   for (int64_t h = rows.first; h < rows.last; ++h) {
     to_planes(grad_y + h * line.W * p.values, p.values, line.W, line.own, line.width);
     if (line.ends_beyond(h, rows.last))
-      correlate_row<true>(line, x, h, rows, grad_w, mean, to_beta);
+      correlate_row<true>(line, x, h, rows, grad_w, dots, to_beta);
     else
-      correlate_row<false>(line, x, h, rows, grad_w, mean, to_beta);
+      correlate_row<false>(line, x, h, rows, grad_w, dots, to_beta);
   }
   to_beta.add_to(grad_beta, rows.first);
 }

@@ -65,9 +65,9 @@ struct PairKernels {
   void (*weights)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, BandWeights<T> w, T* softmax);
   // The same w from the values in `softmax`.
   void (*weights_again)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, BandWeights<T> w, const T* softmax);
-  // `mean` [G, w's pitch] is sum_j w grad_w for each pixel, or null.
+  // `dots` [G, w's pitch] is sum_j w grad_w for each pixel, or null.
   void (*weights_backward)(const Pairs<T>&, const PairMaps<T>&, BandWeights<const T> w, BandWeights<const T> grad_w,
-                           const T* mean, Rows, T* scratch, const PairGradients<T>&);
+                           const T* dots, Rows, T* scratch, const PairGradients<T>&);
 };
 
 // A patch consists of a pixel's value in `center` and of all values of its footprint in `around`. Columns of the norm
@@ -138,10 +138,10 @@ template <class T>
 struct AggregationKernels {
   int64_t (*scratch)(const Aggregation<T>&, int64_t rows, bool backward);
   void (*forward)(const Aggregation<T>&, const AggregationMaps<T>&, Rows, T* scratch, T* y);
-  // Adds to grad_beta and writes grad_w, and in `mean` [G, w's pitch], unless it is null, sum_j w grad_w for each
+  // Adds to grad_beta and writes grad_w, and in `dots` [G, w's pitch], unless it is null, sum_j w grad_w for each
   // pixel.
   void (*backward)(const Aggregation<T>&, const AggregationMaps<T>&, const T* grad_y, Rows, T* scratch, T* grad_beta,
-                   BandWeights<T> grad_w, T* mean);
+                   BandWeights<T> grad_w, T* dots);
 };
 
 // The functions of the sources in this folder, which are compiled for each instruction set, SAN_ISA.

@@ -31,7 +31,7 @@ struct Tile {
   const Pairs<T> p;  // a copy, so the compiler knows that no store changes it
   const int64_t k, K, W, most;
   ShiftedPlanes<T> around, to_around;
-  T *center, *a1, *a2, *z, *mean_z, *to_center, *grad_a1, *grad_a2, *to_shift;
+  T *center, *a1, *a2, *z, *dots, *to_center, *grad_a1, *grad_a2, *to_shift;
   Pixels pixels{};
 
   __attribute__((always_inline)) inline Tile(const Pairs<T>& p, Rows rows, bool backward, T* scratch)
@@ -48,7 +48,7 @@ struct Tile {
     if (!backward) return;
     to_center = take(scratch, p.channels * most), to_shift = take(scratch, p.channels * kLanes<T>);
     grad_a1 = take(scratch, k * p.channels * most), grad_a2 = take(scratch, k * p.hidden * most);
-    mean_z = take(scratch, p.weights * most);
+    dots = take(scratch, p.weights * most);
   }
 
   int64_t columns() const { return k * pixels.width; }  // pairs in one row of the footprint
@@ -262,9 +262,9 @@ void weights_again(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scr
 template <class T>
 SAN_INLINE void softmax_backward_sum(const Tile<T>& tile, BandWeights<const T> w, BandWeights<const T> grad_w) {
   const int64_t width = tile.pixels.width;
-  memset(tile.mean_z, 0, tile.p.weights * width * sizeof(T));
+  memset(tile.dots, 0, tile.p.weights * width * sizeof(T));
   for (int64_t row = 0; row < tile.p.weights * tile.K; ++row) {
-    T* sum = tile.mean_z + row / tile.K * width;
+    T* sum = tile.dots + row / tile.K * width;
     const T *from = w.data + row * w.pitch + tile.pixels.first,
             *grad = grad_w.data + row * grad_w.pitch + tile.pixels.first;
     for_each_vector_of<T>(tile.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
@@ -274,7 +274,7 @@ SAN_INLINE void softmax_backward_sum(const Tile<T>& tile, BandWeights<const T> w
 }
 template <class T>
 SAN_INLINE void softmax_backward_row(const Tile<T>& tile, int64_t y, BandWeights<const T> w,
-                                     BandWeights<const T> grad_w, BandWeights<const T> mean) {
+                                     BandWeights<const T> grad_w, BandWeights<const T> dots) {
   const int64_t width = tile.pixels.width, first = tile.pixels.first;
   for (int64_t g = 0; g < tile.p.weights; ++g)
     for (int64_t x = 0; x < tile.k; ++x) {
@@ -282,28 +282,28 @@ SAN_INLINE void softmax_backward_row(const Tile<T>& tile, int64_t y, BandWeights
       const T *w_row = w.data + row * w.pitch + first, *grad = grad_w.data + row * grad_w.pitch + first;
       for_each_vector_of<T>(tile.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
         const Vector<T> w_t = load_some(w_row + t, values), grad_t = load_some(grad + t, values);
-        const Vector<T> mean_t = load_some(mean.data + g * mean.pitch + t, values);
-        store(tile.z + (g * tile.k + x) * width + t, w_t * (grad_t - mean_t));
+        const Vector<T> dot = load_some(dots.data + g * dots.pitch + t, values);
+        store(tile.z + (g * tile.k + x) * width + t, w_t * (grad_t - dot));
       });
     }
 }
 
 template <class T>
 void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, BandWeights<const T> w, BandWeights<const T> grad_w,
-                      const T* mean, Rows rows, T* scratch, const PairGradients<T>& to) {
+                      const T* dots, Rows rows, T* scratch, const PairGradients<T>& to) {
   Tile<T> tile(p, rows, true, scratch);
   const int64_t d = p.channels, last = tile.last_hidden();
   tile.begin_backward();
   tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
     const int64_t columns = tile.columns();
     memset(tile.to_center, 0, d * tile.pixels.width * sizeof(T));
-    BandWeights<const T> means{mean + tile.pixels.first, w.pitch};
-    if (mean == nullptr) {
+    BandWeights<const T> sums{dots + tile.pixels.first, w.pitch};
+    if (dots == nullptr) {
       softmax_backward_sum(tile, w, grad_w);
-      means = {tile.mean_z, tile.pixels.width};
+      sums = {tile.dots, tile.pixels.width};
     }
     for (int64_t y = 0; y < tile.k; ++y) {
-      softmax_backward_row(tile, y, w, grad_w, means);
+      softmax_backward_row(tile, y, w, grad_w, sums);
       tile.template relate<false>(y, nullptr);
       const T* a2 = tile.map_hidden();
       add_products(p.weights, last, columns, tile.z, columns, a2, columns, to.weight2, last);
