@@ -285,8 +285,8 @@ def _with_norm(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> tuple[T
 
 def _folded(conv: nn.Conv2d, x_NCHW: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """The convolution of `_with_norm`."""
-    if weight.dim() == 2 and x_NCHW.is_cuda:
-        return linear(x_NCHW.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)
+    if x_NCHW.is_cuda and (weight.dim() == 2 or _runs_as_product(conv, x_NCHW)):
+        return linear(x_NCHW.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
     weight = weight[:, :, None, None] if weight.dim() == 2 else weight
     return conv2d(x_NCHW, weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -90,14 +91,21 @@ def size(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def step(name: str, batch: int, training: bool) -> Traffic:
-    """The traffic of a step."""
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """New tensors are meta tensors, for which networks choose their operators as on a GPU."""
     with (
         torch.device("meta"),
         patch.object(torch.Tensor, "is_cuda", True),
         patch.object(torch, "is_autocast_enabled", lambda *_: False),  # knows no meta tensors
         patch.object(functional, "_fusion_chosen", lambda *_: True),
     ):
+        yield
+
+
+def step(name: str, batch: int, training: bool) -> Traffic:
+    """The traffic of a step."""
+    with as_on_a_gpu():
         model = san.create_model(name).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         images = torch.empty(batch, 3, 224, 224).contiguous(memory_format=torch.channels_last)
         labels = torch.empty(batch, dtype=torch.int64)

@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import san
 from san import ops
+from san.nn.mapping import PairMaps
 from tests.benchmarks.glue import Glue, count
+from tests.benchmarks.traffic import as_on_a_gpu
 
 pytestmark = pytest.mark.every_isa
 
@@ -164,6 +166,14 @@ def test_few_operators_and_no_layout_copies(kind: str, operators: int) -> None:
     training, evaluation = (count(kind, mode, "stage 5", 2) for mode in (True, False))
     assert sum(training.names.values()) <= operators and sum(evaluation.names.values()) <= 7
     assert training.layout_copies == evaluation.layout_copies == training.conversions == evaluation.conversions == 0
+
+
+@pytest.mark.parametrize("channels", [70, 71, 72])
+def test_gpus_fuse_at_most_72_channels_with_the_position(channels: int) -> None:
+    with as_on_a_gpu():
+        attention = san.PairwiseAttention(16 * channels, group_size=4)
+        phi = torch.empty(1, channels, 8, 8)
+        assert attention.gamma.fuses_pairs(PairMaps(phi, phi)) == (channels == 70)
 
 
 @every_kind

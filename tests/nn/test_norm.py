@@ -359,7 +359,9 @@ def test_stem_of_bfloat16_is_as_exact_as_its_layers_one_by_one() -> None:
         assert errors[0] <= 1.2 * errors[1]
 
 
-@pytest.mark.parametrize("change", ["a hook on the convolution", "a hook on the norm", "3x3", "float16", "an empty batch"])
+@pytest.mark.parametrize(
+    "change", ["a hook on the convolution", "a hook on the norm", "3x3", "float16", "an empty batch", "SyncBatchNorm"]
+)
 def test_other_stems_run_one_by_one(change: str) -> None:
     conv, norm, x_NCHW = stem()
     if change == "3x3":
@@ -368,6 +370,8 @@ def test_other_stems_run_one_by_one(change: str) -> None:
         conv, norm, x_NCHW = conv.half(), norm.half(), x_NCHW.half()
     elif change == "an empty batch":
         x_NCHW = x_NCHW[:0]
+    elif change == "SyncBatchNorm":  # trains on GPUs only
+        norm = nn.SyncBatchNorm(16).double().eval()
     wanted, called = copy.deepcopy(norm)(conv(x_NCHW)), list[nn.Module]()
     if change.startswith("a hook"):
         hooked = conv if change.endswith("convolution") else norm

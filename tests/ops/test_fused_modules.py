@@ -477,6 +477,14 @@ def test_saves_nothing_for_each_pair(kind: str) -> None:
     assert max(saved("auto").values()) < positions * pixels
 
 
+def test_autocast_allows_tf32_in_products_of_attention() -> None:
+    """Factors in bfloat16 would be less exact than in TF32, which is three times as fast as float32 on a GPU."""
+    setting = Setting("pairwise")
+    with Calls() as calls, torch.autocast("cpu", torch.bfloat16):
+        setting.module(torch.float32)(setting.x(torch.float32))
+    assert calls.tf32["pair_covariance"] and not torch.backends.cuda.matmul.allow_tf32
+
+
 SET_TF32: dict[str, Callable[[bool], object]] = {
     "allow_tf32": lambda allowed: setattr(torch.backends.cuda.matmul, "allow_tf32", allowed),
     "set_float32_matmul_precision": lambda allowed: torch.set_float32_matmul_precision("high" if allowed else "highest"),

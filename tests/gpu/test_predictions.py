@@ -1,0 +1,58 @@
+"""What the GPU check and the benchmarks compute without a GPU: bytes, instructions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from san.nn.norm import conv_norm
+from tests.benchmarks.stages import Core
+from tests.benchmarks.traffic import Traffic, as_on_a_gpu, step
+
+
+@pytest.mark.parametrize(
+    ("name", "training", "most"),
+    [
+        ("san10_pairwise", True, 22.0),
+        ("san10_patchwise", True, 20.2),
+        ("resnet26", True, 16.0),
+        ("san10_pairwise", False, 7.9),
+        ("san10_patchwise", False, 7.3),
+        ("resnet26", False, 5.3),
+    ],
+)
+def test_memory_traffic_outside_attention_has_not_grown(name: str, training: bool, most: float) -> None:
+    """In GB, with 32 images."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        found = step(name, 32, training).bytes
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
+    assert sum(found.values()) - found["attention"] <= 1e9 * most
+
+
+def test_folded_linear_layers_are_products_on_a_gpu() -> None:
+    """cuDNN would add the bias in another pass."""
+    with as_on_a_gpu(), Traffic() as traffic, torch.no_grad():
+        conv, norm = nn.Conv2d(64, 32, 1, bias=False), nn.BatchNorm2d(32).eval()
+        x_NCHW = torch.empty(4, 64, 56, 56).contiguous(memory_format=torch.channels_last)
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            conv_norm(conv, norm, x_NCHW)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = False
+    maps = 4 * 4 * 56**2 * (64 + 32)  # bytes
+    assert maps <= traffic.bytes["convolutions, products"] < 1.01 * maps
+
+
+def test_instructions_of_attention() -> None:
+    """For 16 pairs in stage 2, counted by hand: 18 relation channels are 3 tiles, 16 hidden ones 2, and 8 weight channels 1."""
+    groups = 56**2 * 49 // 16
+    for kind, once in (
+        ("pairwise", 3 * 7 + 2 * (2 + 2) + (1 + 12) + 40),
+        ("patchwise", 2 * (7 + 1) + 1 + 40),  # 16 channels of psi are 2 tiles
+    ):
+        core = Core(kind, "stage 2", 1)
+        assert core.instructions(training=False) == groups * once
+        assert core.instructions(training=True) == 3 * groups * once
