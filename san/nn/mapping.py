@@ -149,7 +149,7 @@ class Gamma(nn.Sequential):
         return mapping() if batch else kept(self, maps.center, to, mapping)
 
     def _new_pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In evaluation, the result does not depend on the maps."""
+        """The same, computed. In evaluation, the result does not depend on the maps."""
         (center, around, products), wide = maps, maps.center.dtype
         values = center.numel() // center.shape[1] * kernel_size**2
         norm1, last = self[0], self[-1]
@@ -242,5 +242,6 @@ class Gamma(nn.Sequential):
 
 
 def _fuses_values_on_gpu(last: nn.Conv2d, weights: int, beta_NMHW: Tensor) -> bool:
+    """Whether kernels for GPUs compute `weights` weight channels with gamma's last layer and sum these values."""
     is_usual = last.weight.dtype == torch.float32 and beta_NMHW.dtype in (torch.float32, torch.bfloat16)
     return is_usual and 4 <= beta_NMHW.shape[1] // weights <= 8  # the kernels compute eight channels that share a weight
