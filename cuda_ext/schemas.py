@@ -98,9 +98,15 @@ attend_patches_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor bias, 
 # BatchNorm and ReLU of a map x [N, H, W, C], float32 or, on GPUs, bfloat16; others are [C]. Without mean and var, x's are used
 # -> relu((x - mean) / sqrt(var + eps) * weight + bias), and the mean and biased variance that were used, in float64
 norm_relu(Tensor x, Tensor weight, Tensor bias, Tensor? mean, Tensor? var, float eps) -> (Tensor, Tensor mean, Tensor var)
-# -> gradients of x, weight, bias; `of_batch`: mean and var are those of x
-norm_relu_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor var, float eps, bool of_batch) ->
-    (Tensor, Tensor, Tensor)
+# -> gradients of x, weight, bias; `of_batch`: mean and var are those of x. `added`, if given, is added to the gradient of x
+norm_relu_backward(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor var, float eps, bool of_batch,
+    Tensor? added=None) -> (Tensor, Tensor, Tensor)
+# The same with `residual`, of x's shape and type: y = relu((x - mean) / sqrt(var + eps) * weight + bias + residual)
+norm_add_relu(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tensor? mean, Tensor? var, float eps) -> (Tensor,
+    Tensor mean, Tensor var)
+# -> gradients of x, residual, weight, bias
+norm_add_relu_backward(Tensor grad, Tensor x, Tensor y, Tensor weight, Tensor bias, Tensor mean, Tensor var, float eps,
+    bool of_batch) -> (Tensor, Tensor, Tensor, Tensor)
 
 # 2x2 max pooling of a map x [N, H, W, C], float32 or, on GPUs, bfloat16. A last odd row or column is left out
 # -> the maxima [N, H / 2, W / 2, C], and the pixels that they come from, 0 to 3 row by row, in uint8

@@ -1,5 +1,6 @@
-// BatchNorm and ReLU of channels-last float32 maps in one operator; the definition is in schemas.py. Forward and
-// backward each read their maps twice. Memory limits their speed, so the compiler vectorizes the loops.
+// BatchNorm and ReLU of channels-last float32 maps in one operator, with or without a residual map between them; the
+// definitions are in schemas.py. Forward and backward each read their maps twice. Memory limits their speed, so the
+// compiler vectorizes the loops.
 #include <cmath>
 #include <optional>
 #include <tuple>
@@ -76,42 +77,61 @@ struct Affine {
 
   float operator()(float x, int64_t i) const { return (x - mean[i]) * scale[i] + bias[i]; }
   // The gradient of the norm's result. Like torch's, it is 0 where the result is not positive, but not where it is NaN.
-  float gradient(float grad, float x, int64_t i) const { return (*this)(x, i) <= 0 ? 0 : grad; }
+  template <bool is_masked>
+  float gradient(float grad, float x, int64_t i) const {
+    return !is_masked && (*this)(x, i) <= 0 ? 0 : grad;
+  }
 
   std::vector<float> mean, scale, bias;
   std::vector<double> deviation;
 };
 
-SAN_VECTOR void apply(const Affine& norm, const float* x, int64_t count, int64_t width, float* SAN_RESTRICT y) {
-  for (; count > 0; x += width, y += width, count -= width)
+template <bool adds>
+SAN_VECTOR void apply(const Affine& norm, const float* x, const float* residual, int64_t count, int64_t width,
+                      float* SAN_RESTRICT y) {
+  for (; count > 0; x += width, y += width, count -= width) {
     for (int64_t i = 0; i < std::min(count, width); ++i) {
-      const float v = norm(x[i], i);
+      const float v = adds ? norm(x[i], i) + residual[i] : norm(x[i], i);
       y[i] = v < 0 ? 0 : v;  // NaN stays
     }
+    if (adds) residual += width;
+  }
 }
 
-// Adds the gradient of the norm's result, and its product with x - mean, to their sums.
+// The gradient before a ReLU with the result y.
+SAN_VECTOR void mask(const float* grad, const float* y, int64_t count, float* SAN_RESTRICT masked) {
+  for (int64_t i = 0; i < count; ++i) masked[i] = y[i] <= 0 ? 0 : grad[i];
+}
+
+SAN_VECTOR void add(const float* more, int64_t count, float* SAN_RESTRICT sum) {
+  for (int64_t i = 0; i < count; ++i) sum[i] += more[i];
+}
+
+// Adds the gradient of the norm's result, and its product with x - mean, to their sums. It follows from that of the
+// ReLU's result, or is `grad` itself if that `is_masked`.
+template <bool is_masked>
 SAN_VECTOR void add_gradients(const Affine& norm, const float* grad, const float* x, int64_t count, int64_t width,
                               double* SAN_RESTRICT sum, double* SAN_RESTRICT product) {
   for (; count >= 2 * width; x += 2 * width, grad += 2 * width, count -= 2 * width)
     for (int64_t i = 0; i < width; ++i) {
-      const float g = norm.gradient(grad[i], x[i], i), h = norm.gradient(grad[width + i], x[width + i], i);
+      const float g = norm.gradient<is_masked>(grad[i], x[i], i);
+      const float h = norm.gradient<is_masked>(grad[width + i], x[width + i], i);
       sum[i] += g + h, product[i] += g * (x[i] - norm.mean[i]) + h * (x[width + i] - norm.mean[i]);
     }
   for (; count > 0; x += width, grad += width, count -= width)
     for (int64_t i = 0; i < std::min(count, width); ++i) {
-      const float g = norm.gradient(grad[i], x[i], i);
+      const float g = norm.gradient<is_masked>(grad[i], x[i], i);
       sum[i] += g, product[i] += g * (x[i] - norm.mean[i]);
     }
 }
 
 // grad_x = scale * gradient + slope * (x - mean) + offset; the last two come from the batch's statistics.
-template <bool of_batch>
+template <bool is_masked, bool of_batch>
 SAN_VECTOR void apply_gradients(const Affine& norm, const float* slope, const float* offset, const float* grad,
                                 const float* x, int64_t count, int64_t width, float* SAN_RESTRICT grad_x) {
   for (; count > 0; x += width, grad += width, grad_x += width, count -= width)
     for (int64_t i = 0; i < std::min(count, width); ++i) {
-      const float g = norm.scale[i] * norm.gradient(grad[i], x[i], i);
+      const float g = norm.scale[i] * norm.gradient<is_masked>(grad[i], x[i], i);
       grad_x[i] = of_batch ? g + ((x[i] - norm.mean[i]) * slope[i] + offset[i]) : g;
     }
 }
@@ -138,37 +158,43 @@ std::pair<std::vector<double>, std::vector<double>> statistics(const Layout& lay
   return {mean, var};
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                             const std::optional<Tensor>& mean, const std::optional<Tensor>& var,
-                                             double eps) {
+using Statistic = std::optional<Tensor>;
+
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor* residual, const Tensor& weight,
+                                           const Tensor& bias, const Statistic& mean, const Statistic& var,
+                                           double eps) {
   check_norm(x, {&weight, &bias});
   STD_TORCH_CHECK(mean.has_value() == var.has_value(), "give both mean and var, or neither");
   if (mean && var) check_norm(x, {&*mean, &*var});
-  const Tensor map = as<float>(x);
+  const Tensor map = as<float>(x), added = residual ? as<float>(*residual) : map;
   const Layout layout(map);
-  const float* in = values<float>(map);
+  const float *in = values<float>(map), *more = values<float>(added);
   const auto [m, v] = mean && var ? std::pair(doubles(*mean), doubles(*var)) : statistics(layout, in);
   const Affine norm(layout, weight, bias, m, v, eps);
   Tensor y = torch::stable::empty_like(map);
   ask_for_large_pages(y);
   float* out = y.mutable_data_ptr<float>();
-  layout.for_each(
-      [&](int64_t, int64_t first, int64_t count) { apply(norm, in + first, count, layout.width, out + first); });
+  const auto run = residual ? apply<true> : apply<false>;
+  layout.for_each([&](int64_t, int64_t first, int64_t count) {
+    run(norm, in + first, more + first, count, layout.width, out + first);
+  });
   return {y, tensor_of<double>(m.data(), map, {layout.C}), tensor_of<double>(v.data(), map, {layout.C})};
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                                      const Tensor& bias, const Tensor& mean, const Tensor& var,
-                                                      double eps, bool of_batch) {
-  check_norm(x, {&weight, &bias, &mean, &var});
-  STD_TORCH_CHECK(grad.sizes().vec() == x.sizes().vec(), "grad and x must have the same shape");
+// Gradients of x, weight and bias. With `is_masked`, y is the result of a residual and a ReLU after the norm, and their
+// gradient becomes `masked`. `added`, unless null, is added to the gradient of x.
+template <bool is_masked>
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                            const Tensor& bias, const Tensor& mean, const Tensor& var, double eps,
+                                            bool of_batch, const float* y, float* masked, const float* added) {
   const Tensor map = as<float>(x), grad_y = as<float>(grad);
-  const float *in = values<float>(map), *g = values<float>(grad_y);
+  const float *in = values<float>(map), *of_y = values<float>(grad_y), *g = is_masked ? masked : of_y;
   const Layout layout(map);
   const std::vector<double> m = doubles(mean);
   const Affine norm(layout, weight, bias, m, doubles(var), eps);
   std::vector<double> to_bias = layout.sums([&](int64_t first, int64_t count, double* sums) {
-    add_gradients(norm, g + first, in + first, count, layout.width, sums, sums + layout.width);
+    if (is_masked) mask(of_y + first, y + first, count, masked + first);
+    add_gradients<is_masked>(norm, g + first, in + first, count, layout.width, sums, sums + layout.width);
   });
   std::vector<double> to_weight(to_bias.begin() + layout.C, to_bias.end());
   for (int64_t c = 0; c < layout.C; ++c)
@@ -179,12 +205,56 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
   Tensor grad_x = torch::stable::empty_like(map);
   ask_for_large_pages(grad_x);
   float* out = grad_x.mutable_data_ptr<float>();
-  const auto finish = of_batch ? apply_gradients<true> : apply_gradients<false>;
+  const auto finish = of_batch ? apply_gradients<is_masked, true> : apply_gradients<is_masked, false>;
   layout.for_each([&](int64_t, int64_t first, int64_t count) {
     finish(norm, slope.data(), offset.data(), g + first, in + first, count, layout.width, out + first);
+    if (added != nullptr) add(added + first, count, out + first);
   });
   return {grad_x, as_type(tensor_of<double>(to_weight.data(), map, {layout.C}), weight.scalar_type()),
           as_type(tensor_of<double>(to_bias.data(), map, {layout.C}), bias.scalar_type())};
+}
+
+void check_like(const Tensor& x, const Tensor& other) {
+  STD_TORCH_CHECK(other.sizes().vec() == x.sizes().vec() && other.scalar_type() == x.scalar_type(),
+                  "maps and gradients must have the shape and type of x");
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                             const Statistic& mean, const Statistic& var, double eps) {
+  return forward(x, nullptr, weight, bias, mean, var, eps);
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                                      const Tensor& bias, const Tensor& mean, const Tensor& var,
+                                                      double eps, bool of_batch, const std::optional<Tensor>& added) {
+  check_norm(x, {&weight, &bias, &mean, &var});
+  check_like(x, grad);
+  if (added) check_like(x, *added);
+  const Tensor more = added ? as<float>(*added) : x;
+  return backward<false>(grad, x, weight, bias, mean, var, eps, of_batch, nullptr, nullptr,
+                         added ? values<float>(more) : nullptr);
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_add_relu(const Tensor& x, const Tensor& residual, const Tensor& weight,
+                                                 const Tensor& bias, const Statistic& mean, const Statistic& var,
+                                                 double eps) {
+  check_like(x, residual);
+  return forward(x, &residual, weight, bias, mean, var, eps);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_add_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& y,
+                                                                  const Tensor& weight, const Tensor& bias,
+                                                                  const Tensor& mean, const Tensor& var, double eps,
+                                                                  bool of_batch) {
+  check_norm(x, {&weight, &bias, &mean, &var});
+  check_like(x, grad), check_like(x, y);
+  const Tensor result = as<float>(y);
+  Tensor of_residual = torch::stable::empty_like(result);
+  ask_for_large_pages(of_residual);
+  const auto [of_x, of_weight, of_bias] =
+      backward<true>(grad, x, weight, bias, mean, var, eps, of_batch, values<float>(result),
+                     of_residual.mutable_data_ptr<float>(), nullptr);
+  return {of_x, of_residual, of_weight, of_bias};
 }
 
 }  // namespace
@@ -193,4 +263,6 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
   m.impl("norm_relu", TORCH_BOX(&san::cpu::norm_relu));
   m.impl("norm_relu_backward", TORCH_BOX(&san::cpu::norm_relu_backward));
+  m.impl("norm_add_relu", TORCH_BOX(&san::cpu::norm_add_relu));
+  m.impl("norm_add_relu_backward", TORCH_BOX(&san::cpu::norm_add_relu_backward));
 }

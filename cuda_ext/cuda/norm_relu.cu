@@ -1,5 +1,5 @@
-// BatchNorm and ReLU of channels-last maps in one operator, forward and backward. Definition:
-// san/ops/fused_reference.py.
+// BatchNorm and ReLU of channels-last maps in one operator, with or without a residual map between them, forward and
+// backward. Definitions: san/ops/fused_reference.py.
 //
 // Both read their maps twice, first for sums over all pixels. A thread's sums are float, of distances from a typical
 // value.
@@ -76,37 +76,45 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kWidth, class T>
-__global__ void __launch_bounds__(kThreads) norm_relu_kernel(Layout layout, const T* x, Norm norm, T* y) {
+__global__ void __launch_bounds__(kThreads)
+    norm_relu_kernel(Layout layout, const T* x, const T* residual, Norm norm, T* y) {
   const Own<kWidth> own(layout);
   if (!own.exists) return;
   const Affine<kWidth> affine(norm, own.channel);
   own.for_each_pixel(layout, [&](int64_t pixel) {
     const int64_t at = own.index(layout, pixel);
-    Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at);
+    Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at), more{};
+    if (residual != nullptr) more = Pack<kWidth, T>::load(residual + at);
     SAN_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      const float result = affine(static_cast<float>(values.data[i]), i);
+      const float result = affine(static_cast<float>(values.data[i]), i) + static_cast<float>(more.data[i]);
       values.data[i] = static_cast<T>(result < 0 ? 0 : result);  // NaN stays
     }
     values.store(y + at);
   });
 }
 
-// Sums of the gradient of the norm's result, and of its product with x - mean.
-template <int kWidth, class T>
+// Sums of the gradient of the norm's result, and of its product with x - mean. Where a residual and a ReLU with the
+// result y follow, that gradient becomes `masked`.
+template <int kWidth, class T, bool kMasks>
 __global__ void __launch_bounds__(kThreads)
-    gradient_sums_kernel(Layout layout, const T* grad, const T* x, Norm norm, double* partial) {
+    gradient_sums_kernel(Layout layout, const T* grad, const T* x, Norm norm, const T* y, T* masked, double* partial) {
   const Own<kWidth> own(layout);
   const Affine<kWidth> affine(norm, own.exists ? own.channel : 0);
   sum_channels<2>(layout, own, partial, [&](int64_t pixel, float* sums) {
     const int64_t at = own.index(layout, pixel);
-    const Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at), grads = Pack<kWidth, T>::load(grad + at);
+    const Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at);
+    Pack<kWidth, T> grads = Pack<kWidth, T>::load(grad + at), results{};
+    if (kMasks) results = Pack<kWidth, T>::load(y + at);
     SAN_UNROLL
     for (int i = 0; i < kWidth; ++i) {
       const float value = static_cast<float>(values.data[i]);
-      const float g = affine.gradient(static_cast<float>(grads.data[i]), value, i);
+      float g = static_cast<float>(grads.data[i]);
+      g = kMasks ? (static_cast<float>(results.data[i]) <= 0 ? 0 : g) : affine.gradient(g, value, i);
+      grads.data[i] = static_cast<T>(g);
       sums[2 * i] += g, sums[2 * i + 1] += g * (value - affine.mean[i]);
     }
+    if (kMasks) grads.store(masked + at);
   });
 }
 
@@ -130,9 +138,10 @@ struct PlaceGradients {
   }
 };
 
-template <int kWidth, class T>
-__global__ void __launch_bounds__(kThreads)
-    norm_relu_gradient_kernel(Layout layout, const T* grad, const T* x, Norm norm, const float* rest, T* grad_x) {
+// The gradient of x, plus `added` unless that is null. With kMasked, `grad` is the gradient of the norm's result.
+template <int kWidth, class T, bool kMasked>
+__global__ void __launch_bounds__(kThreads) norm_gradient_kernel(Layout layout, const T* grad, const T* x, Norm norm,
+                                                                 const float* rest, const T* added, T* grad_x) {
   const Own<kWidth> own(layout);
   if (!own.exists) return;
   const Affine<kWidth> affine(norm, own.channel);
@@ -145,13 +154,14 @@ __global__ void __launch_bounds__(kThreads)
   own.for_each_pixel(layout, [&](int64_t pixel) {
     const int64_t at = own.index(layout, pixel);
     const Pack<kWidth, T> values = Pack<kWidth, T>::load(x + at);
-    Pack<kWidth, T> grads = Pack<kWidth, T>::load(grad + at);
+    Pack<kWidth, T> grads = Pack<kWidth, T>::load(grad + at), others{};
+    if (added != nullptr) others = Pack<kWidth, T>::load(added + at);
     SAN_UNROLL
     for (int i = 0; i < kWidth; ++i) {
-      const float value = static_cast<float>(values.data[i]);
-      const float g = affine.scale[i] * affine.gradient(static_cast<float>(grads.data[i]), value, i);
+      const float value = static_cast<float>(values.data[i]), of_y = static_cast<float>(grads.data[i]);
+      const float g = affine.scale[i] * (kMasked ? of_y : affine.gradient(of_y, value, i));
       const float more = (value - affine.mean[i]) * slope[i] + offset[i];  // NaN if the value is infinite
-      grads.data[i] = static_cast<T>(of_batch ? g + more : g);
+      grads.data[i] = static_cast<T>((of_batch ? g + more : g) + static_cast<float>(others.data[i]));
     }
     grads.store(grad_x + at);
   });
@@ -179,14 +189,29 @@ void check_norm_relu(const Tensor& x, std::initializer_list<const Tensor*> vecto
   STD_TORCH_CHECK(fits, "x must be a float32 or bfloat16 map [N, H, W, C], and weight, bias, mean and var must be [C]");
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weight, const Tensor& bias,
-                                             const std::optional<Tensor>& mean, const std::optional<Tensor>& var,
-                                             double eps) {
+void check_like(const Tensor& x, const Tensor& other) {
+  STD_TORCH_CHECK(other.sizes().vec() == x.sizes().vec() && other.scalar_type() == x.scalar_type(),
+                  "maps and gradients must have the shape and type of x");
+}
+
+template <class T>
+const T* values_or_null(const std::optional<Tensor>& x) {
+  return x ? x->const_data_ptr<T>() : nullptr;
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& x) {
+  return x ? std::optional<Tensor>(torch::stable::contiguous(*x)) : std::nullopt;
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight,
+                                           const Tensor& bias, const std::optional<Tensor>& mean,
+                                           const std::optional<Tensor>& var, double eps) {
   check_norm_relu(x, {&weight, &bias});
   STD_TORCH_CHECK(mean.has_value() == var.has_value(), "give both mean and var, or neither");
   if (mean && var) check_norm_relu(x, {&*mean, &*var});
   const OperatorGuard guard("norm_relu", x);
   const Tensor map = torch::stable::contiguous(x);
+  const std::optional<Tensor> more = contiguous(residual);
   const int64_t C = map.size(3), pixels = map.numel() / C;
   Tensor y = torch::stable::empty_like(map), m = doubles_like(map, C), v = doubles_like(map, C);
   if (mean && var) torch::stable::copy_(m, *mean), torch::stable::copy_(v, *var);
@@ -194,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weig
   const Tensor kept[] = {torch::stable::contiguous(weight), torch::stable::contiguous(bias)};
   const Norm norm{Floats(kept[0]), Floats(kept[1]), Floats(m), Floats(v), eps};
   const auto stream = current_stream(map);
-  for_type_and_width(map, {&y}, [&](auto type, auto width) {
+  for_type_and_width(map, {&y, more ? &*more : &map}, [&](auto type, auto width) {
     using T = decltype(type);
     constexpr int kWidth = decltype(width)::value;
     const Layout layout(pixels, C, kWidth);
@@ -207,20 +232,23 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weig
       sum_rows(PartialSums<double>{partial.const_data_ptr<double>(), 2 * C}, layout.slices, 2 * C,
                PlaceStatistics<T>{origin, m.mutable_data_ptr<double>(), v.mutable_data_ptr<double>()}, stream);
     }
-    SAN_LAUNCH((norm_relu_kernel<kWidth, T>), layout.blocks(), kThreads, stream, layout, in, norm,
-               y.mutable_data_ptr<T>());
+    SAN_LAUNCH((norm_relu_kernel<kWidth, T>), layout.blocks(), kThreads, stream, layout, in, values_or_null<T>(more),
+               norm, y.mutable_data_ptr<T>());
   });
   return {y, m, v};
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                                      const Tensor& bias, const Tensor& mean, const Tensor& var,
-                                                      double eps, bool of_batch) {
-  check_norm_relu(x, {&weight, &bias, &mean, &var});
-  STD_TORCH_CHECK(grad.sizes().vec() == x.sizes().vec() && grad.scalar_type() == x.scalar_type(),
-                  "grad and x must have the same shape and type");
+// Gradients of x, weight and bias. With kMasks, y is the result of a residual and a ReLU after the norm, and their
+// gradient becomes `masked`. `added` is added to the gradient of x.
+template <bool kMasks>
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                            const Tensor& bias, const Tensor& mean, const Tensor& var, double eps,
+                                            bool of_batch, const Tensor& y, Tensor& masked,
+                                            const std::optional<Tensor>& added) {
   const OperatorGuard guard("norm_relu_backward", x);
-  const Tensor map = torch::stable::contiguous(x), grad_y = torch::stable::contiguous(grad);
+  const Tensor map = torch::stable::contiguous(x), grad_y = torch::stable::contiguous(grad),
+               results = torch::stable::contiguous(y);
+  const std::optional<Tensor> others = contiguous(added);
   const int64_t C = map.size(3), pixels = map.numel() / C;
   const Tensor kept[] = {torch::stable::contiguous(weight), torch::stable::contiguous(bias),
                          torch::stable::contiguous(mean), torch::stable::contiguous(var)};
@@ -232,23 +260,60 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
   }
   const Norm norm{Floats(kept[0]), Floats(kept[1]), Floats(kept[2]), Floats(kept[3]), eps};
   const auto stream = current_stream(map);
-  for_type_and_width(map, {&grad_y, &grad_x}, [&](auto type, auto width) {
+  for_type_and_width(map, {&grad_y, &results, &masked, &grad_x, others ? &*others : &map}, [&](auto type, auto width) {
     using T = decltype(type);
     constexpr int kWidth = decltype(width)::value;
     const Layout layout(pixels, C, kWidth);
-    const T *in = map.const_data_ptr<T>(), *grads = grad_y.const_data_ptr<T>();
+    const T *in = map.const_data_ptr<T>(), *of_y = grad_y.const_data_ptr<T>();
     Tensor partial = doubles_like(map, layout.slices * 2 * C);
     Tensor rest = torch::stable::new_empty(map, {2 * C}, std::optional<ScalarType>(ScalarType::Float));
-    SAN_LAUNCH_SHARED((gradient_sums_kernel<kWidth, T>), layout.blocks(), kThreads, bytes_of_sums(2 * kWidth), stream,
-                      layout, grads, in, norm, partial.mutable_data_ptr<double>());
+    SAN_LAUNCH_SHARED((gradient_sums_kernel<kWidth, T, kMasks>), layout.blocks(), kThreads, bytes_of_sums(2 * kWidth),
+                      stream, layout, of_y, in, norm, results.const_data_ptr<T>(),
+                      kMasks ? masked.mutable_data_ptr<T>() : nullptr, partial.mutable_data_ptr<double>());
     sum_rows(PartialSums<double>{partial.const_data_ptr<double>(), 2 * C}, layout.slices, 2 * C,
              PlaceGradients{norm, static_cast<double>(pixels), Floats(to_weight), Floats(to_bias),
                             rest.mutable_data_ptr<float>()},
              stream);
-    SAN_LAUNCH((norm_relu_gradient_kernel<kWidth, T>), layout.blocks(), kThreads, stream, layout, grads, in, norm,
-               of_batch ? rest.const_data_ptr<float>() : nullptr, grad_x.mutable_data_ptr<T>());
+    SAN_LAUNCH((norm_gradient_kernel<kWidth, T, kMasks>), layout.blocks(), kThreads, stream, layout,
+               kMasks ? masked.const_data_ptr<T>() : of_y, in, norm, of_batch ? rest.const_data_ptr<float>() : nullptr,
+               values_or_null<T>(others), grad_x.mutable_data_ptr<T>());
   });
   return {grad_x, to_weight, to_bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                                             const std::optional<Tensor>& mean, const std::optional<Tensor>& var,
+                                             double eps) {
+  return forward(x, std::nullopt, weight, bias, mean, var, eps);
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                                      const Tensor& bias, const Tensor& mean, const Tensor& var,
+                                                      double eps, bool of_batch, const std::optional<Tensor>& added) {
+  check_norm_relu(x, {&weight, &bias, &mean, &var});
+  check_like(x, grad);
+  if (added) check_like(x, *added);
+  Tensor none = grad;
+  return backward<false>(grad, x, weight, bias, mean, var, eps, of_batch, grad, none, added);
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm_add_relu(const Tensor& x, const Tensor& residual, const Tensor& weight,
+                                                 const Tensor& bias, const std::optional<Tensor>& mean,
+                                                 const std::optional<Tensor>& var, double eps) {
+  check_like(x, residual);
+  return forward(x, residual, weight, bias, mean, var, eps);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_add_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& y,
+                                                                  const Tensor& weight, const Tensor& bias,
+                                                                  const Tensor& mean, const Tensor& var, double eps,
+                                                                  bool of_batch) {
+  check_norm_relu(x, {&weight, &bias, &mean, &var});
+  check_like(x, grad), check_like(x, y);
+  Tensor of_residual = torch::stable::new_empty(x, x.sizes());
+  const auto [of_x, of_weight, of_bias] =
+      backward<true>(grad, x, weight, bias, mean, var, eps, of_batch, y, of_residual, std::nullopt);
+  return {of_x, of_residual, of_weight, of_bias};
 }
 
 }  // namespace
@@ -257,4 +322,6 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
 STABLE_TORCH_LIBRARY_IMPL(SAN_LIBRARY, SAN_DEVICE, m) {
   m.impl("norm_relu", TORCH_BOX(&san::cuda::norm_relu));
   m.impl("norm_relu_backward", TORCH_BOX(&san::cuda::norm_relu_backward));
+  m.impl("norm_add_relu", TORCH_BOX(&san::cuda::norm_add_relu));
+  m.impl("norm_add_relu_backward", TORCH_BOX(&san::cuda::norm_add_relu_backward));
 }

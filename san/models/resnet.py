@@ -15,7 +15,7 @@ from san.choice import ModelError
 from san.models.base import BaseModel, StagedSpec
 from san.nn.depth import Blocks, drop_path
 from san.nn.inputs import check_map
-from san.nn.norm import activate, conv_norm, conv_norm_relu
+from san.nn.norm import activate, conv_norm, conv_norm_add_relu, conv_norm_relu, is_plain
 from san.ops.footprint import check_side
 from san.ops.functional import fuses
 
@@ -78,9 +78,18 @@ class Bottleneck(nn.Module):
     def forward(self, x_NCHW: Tensor) -> Tensor:
         y = conv_norm_relu(self.conv1, self.bn1, self.relu1, x_NCHW)
         y = conv_norm_relu(self.conv2, self.bn2, self.relu2, y)
-        identity = x_NCHW if self.downsample is None else self.downsample(x_NCHW)
+        identity = self._identity(x_NCHW)
+        if self.drop_path_rate == 0 or not self.training:
+            return conv_norm_add_relu(self.conv3, self.bn3, self.relu3, y, identity)
         y = drop_path(conv_norm(self.conv3, self.bn3, y), self.drop_path_rate, self.training)
         return activate(self.relu3, y + identity, in_place=True)
+
+    def _identity(self, x_NCHW: Tensor) -> Tensor:
+        if isinstance(self.downsample, nn.Sequential) and is_plain(self.downsample, nn.Sequential):
+            conv, norm = self.downsample
+            if isinstance(conv, nn.Conv2d):
+                return conv_norm(conv, norm, x_NCHW)
+        return x_NCHW if self.downsample is None else self.downsample(x_NCHW)
 
 
 class ResNet(BaseModel):

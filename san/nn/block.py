@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from san.nn.attention import SelfAttention
 from san.nn.depth import drop_path
-from san.nn.norm import convolve, norm_relu
+from san.nn.norm import convolve, norm_relu, norm_relu_branch
 
 
 class SelfAttentionBlock(nn.Module):
@@ -27,6 +27,7 @@ class SelfAttentionBlock(nn.Module):
         self.linear = nn.Conv2d(attention.value_channels, channels, 1)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        y_NMHW = self.attention(norm_relu(self.norm1, self.relu1, x_NCHW))
+        x_NCHW, y_NCHW = norm_relu_branch(self.norm1, self.relu1, x_NCHW)
+        y_NMHW = self.attention(y_NCHW)
         y_NCHW = convolve(self.linear, norm_relu(self.norm2, self.relu2, y_NMHW))
         return x_NCHW + drop_path(y_NCHW, self.drop_path_rate, self.training)

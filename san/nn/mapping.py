@@ -28,6 +28,10 @@ class PairMaps(NamedTuple):
     around: Tensor
     products: int = 0
 
+    def dense(self, dtype: torch.dtype) -> PairMaps:
+        """The same in float32 or float64, at least as wide as `dtype`, and not as slices, which each operator would copy."""
+        return PairMaps(_dense(self.center, dtype), _dense(self.around, dtype), self.products)
+
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
@@ -126,16 +130,15 @@ class Gamma(nn.Sequential):
         Raises:
             ValueError: a norm needs batch statistics, but there is only one value per channel.
         """
-        wide = torch.promote_types(maps.center.dtype, torch.float32)
-        maps = maps._replace(center=maps.center.to(wide), around=maps.around.to(wide))
+        maps = maps.dense(maps.center.dtype)
         # Half weights give half attention weights; everything else stays in float32 or float64.
-        norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, dtype if dtype.itemsize == 2 else wide)
+        to = dtype if dtype.itemsize == 2 else maps.center.dtype
+        norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, to)
         return kernels.pair_weights(*maps[:2], norm, weight1, shift2, weight2, kernel_size, maps.products).to(dtype)
 
     def attend_pairs(self, maps: PairMaps, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
         """The weighted sum of beta with the weights of `pair_weights`, [N, M, H, W]. Requires `fuses_pair_values`."""
-        wide = torch.promote_types(beta_NMHW.dtype, torch.float32)
-        maps = maps._replace(center=maps.center.to(wide), around=maps.around.to(wide))
+        maps = maps.dense(beta_NMHW.dtype)
         norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, beta_NMHW.dtype)
         return kernels.attend_pairs(*maps[:2], norm, weight1, shift2, weight2, beta_NMHW, kernel_size, maps.products)
 
@@ -196,8 +199,8 @@ class Gamma(nn.Sequential):
     def _patch_layers(self, center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int, layers: int) -> Tensor:
         """The result of the first layers for every pixel's patch, [N, E, H, W]."""
         dtype, (N, _, H, W) = around_NRHW.dtype, around_NRHW.shape
-        wide = torch.promote_types(dtype, torch.float32)
-        center, around = center_NCHW.to(wide), around_NRHW.to(wide)
+        center, around = _dense(center_NCHW, dtype), _dense(around_NRHW, dtype)
+        wide = around.dtype
         norm1, K = self[0], kernel_size**2
         assert isinstance(norm1, nn.BatchNorm2d)
 
@@ -239,6 +242,11 @@ class Gamma(nn.Sequential):
             return nn.functional.conv2d(x_NCHW, weight[:, :, None, None], bias)
         weight_N = weight.expand(len(x_NCHW), -1, -1)
         return torch.baddbmm(bias[:, None], weight_N, x_NCHW.flatten(2)).unflatten(2, x_NCHW.shape[2:])
+
+
+def _dense(x_NCHW: Tensor, dtype: torch.dtype) -> Tensor:
+    wide = torch.promote_types(dtype, torch.float32)
+    return x_NCHW.to(wide).contiguous(memory_format=torch.channels_last)
 
 
 def _fuses_values_on_gpu(last: nn.Conv2d, weights: int, beta_NMHW: Tensor) -> bool:

@@ -7,6 +7,7 @@ hook or of an unexpected type must be called. `san.ops.backend("unfused")` has t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +91,22 @@ def _tracks_by_kernel(tracked: Sequence[Tensor], device: torch.device) -> bool:
 def norm_relu(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> Tensor:
     """act(norm(x)), where `act` is a ReLU or what replaced it. Ordinary layers run fused on channels-last maps."""
     if isinstance(norm, nn.BatchNorm2d) and _fuses_norm_relu(norm, act, x_NCHW):
-        return _fused_norm_relu(norm, x_NCHW)
+        (y_NCHW,) = _fused_norm_relu(norm, x_NCHW, kernels.norm_relu)
+        return y_NCHW
     # A plain norm's output may be overwritten: no hook can have kept it, and it is not x itself.
     return activate(act, norm(x_NCHW), in_place=is_plain(norm, nn.BatchNorm2d, nn.SyncBatchNorm))
+
+
+def norm_relu_branch(norm: nn.Module, act: nn.Module, x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
+    """x and act(norm(x)), for a residual branch. The gradient of the returned x is added where the norm's is computed."""
+    if not isinstance(norm, nn.BatchNorm2d) or not _fuses_norm_relu(norm, act, x_NCHW) or not _adds_gradients(x_NCHW):
+        return x_NCHW, norm_relu(norm, act, x_NCHW)
+    x_NCHW, y_NCHW = _fused_norm_relu(norm, x_NCHW, kernels.norm_relu_branch)
+    return x_NCHW, y_NCHW
+
+
+def _adds_gradients(x_NCHW: Tensor) -> bool:
+    return torch.is_grad_enabled() and x_NCHW.requires_grad and not torch.compiler.is_compiling()
 
 
 def _fuses_norm_relu(norm: nn.BatchNorm2d, act: nn.Module, x_NCHW: Tensor) -> bool:
@@ -110,17 +124,18 @@ def _is_fused_map(x_NCHW: Tensor) -> bool:
     return is_known and _is_channels_last(x_NCHW)
 
 
-def _fused_norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor) -> Tensor:
+def _fused_norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor, compute: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """The maps that `compute` returns before the statistics; it gets the arguments of `kernels.norm_relu`."""
     values = x_NCHW.numel() // x_NCHW.shape[1]
     if uses_batch(norm):
         _require_several(values)
     weight = x_NCHW.new_ones(norm.num_features, dtype=torch.float32) if norm.weight is None else norm.weight
     bias = x_NCHW.new_zeros(norm.num_features, dtype=torch.float32) if norm.bias is None else norm.bias
     statistics = (None, None) if uses_batch(norm) else (norm.running_mean, norm.running_var)
-    y_NCHW, mean, var = kernels.norm_relu(x_NCHW, weight, bias, *statistics, norm.eps)
+    *maps, mean, var = compute(x_NCHW, weight, bias, *statistics, norm.eps)
     if norm.training and norm.track_running_stats:
         _update_running_stats(norm, mean, var, values)
-    return y_NCHW
+    return tuple(maps)
 
 
 def _require_several(values: int) -> None:
@@ -147,8 +162,7 @@ def convolve(conv: nn.Module, x_NCHW: Tensor) -> Tensor:
 def convolve_each(convs: Sequence[nn.Module], x_NCHW: Tensor) -> list[Tensor]:
     """conv(x) for each convolution. Linear layers of one channels-last map run as one product with all of their weights.
 
-    Then the map is read once, and its gradient is one product instead of a sum of several. The last result is a slice, as
-    aggregation reads it; the others are copied, because the operators on pairs and patches would copy them again and again.
+    Then the map is read once, and its gradient is one product instead of a sum of several. The results are slices of it.
     """
     if not _run_as_one(convs, x_NCHW):
         return [convolve(conv, x_NCHW) for conv in convs]
@@ -159,8 +173,7 @@ def convolve_each(convs: Sequence[nn.Module], x_NCHW: Tensor) -> list[Tensor]:
         y_NCHW = linear(x_NCHW.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
     else:
         y_NCHW = conv2d(x_NCHW, weight, bias)
-    *others, last = y_NCHW.split([conv.out_channels for conv in layers], 1)
-    return [*(y_NCHW.contiguous(memory_format=torch.channels_last) for y_NCHW in others), last]
+    return list(y_NCHW.split([conv.out_channels for conv in layers], 1))
 
 
 def _run_as_one(convs: Sequence[nn.Module], x_NCHW: Tensor) -> bool:
@@ -225,6 +238,21 @@ def conv_norm_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Ten
     if isinstance(norm, nn.BatchNorm2d) and _folds(conv, norm, x_NCHW):
         return activate(act, _folded(conv, *_with_norm(conv, norm, x_NCHW)), in_place=True)
     return norm_relu(norm, act, convolve(conv, x_NCHW))
+
+
+def conv_norm_add_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW: Tensor, residual_NCHW: Tensor) -> Tensor:
+    """act(norm(conv(x)) + residual), with the norm folded as in `conv_norm`, or norm, addition and ReLU in one operator."""
+    if not isinstance(norm, nn.BatchNorm2d) or _folds(conv, norm, x_NCHW):
+        return activate(act, conv_norm(conv, norm, x_NCHW) + residual_NCHW, in_place=True)
+    x_NCHW = convolve(conv, x_NCHW)
+    if not _fuses_norm_relu(norm, act, x_NCHW) or not _adds_residual(x_NCHW, residual_NCHW):
+        return activate(act, norm(x_NCHW) + residual_NCHW, in_place=True)
+    (y_NCHW,) = _fused_norm_relu(norm, x_NCHW, partial(kernels.norm_relu, residual_NCHW=residual_NCHW))
+    return y_NCHW
+
+
+def _adds_residual(x_NCHW: Tensor, residual_NCHW: Tensor) -> bool:
+    return (x_NCHW.shape, x_NCHW.dtype) == (residual_NCHW.shape, residual_NCHW.dtype)
 
 
 def conv_norm_relu_pool(conv: nn.Conv2d, norm: nn.Module, act: nn.ReLU, x_NCHW: Tensor) -> Tensor:

@@ -127,16 +127,36 @@ def attend_patches(hidden_NEHW: Tensor, weight: Tensor, bias: Tensor, beta_NMHW:
 
 
 def norm_relu(
-    x_NCHW: Tensor, weight_C: Tensor, bias_C: Tensor, mean_C: Tensor | None, var_C: Tensor | None, eps: float
+    x_NCHW: Tensor,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    mean_C: Tensor | None,
+    var_C: Tensor | None,
+    eps: float,
+    residual_NCHW: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """relu(batch_norm(x)) of a channels-last map, [N, C, H, W], and the mean and biased variance in float64.
+    """relu(batch_norm(x) + residual) of a channels-last map, [N, C, H, W], and the mean and biased variance in float64.
 
-    Without `mean` and `var`, the statistics are those of x. The map is float32, on a GPU also bfloat16.
+    Without `mean` and `var`, the statistics are those of x. Maps are float32, on a GPU also bfloat16.
     """
     _load()
-    x_NHWC = x_NCHW.permute(0, 2, 3, 1).contiguous()
-    y_NHWC, mean, var = torch.ops.san.norm_relu(x_NHWC, weight_C, bias_C, mean_C, var_C, eps)
+    x_NHWC, vectors = x_NCHW.permute(0, 2, 3, 1).contiguous(), (weight_C, bias_C, mean_C, var_C, eps)
+    if residual_NCHW is None:
+        y_NHWC, mean, var = torch.ops.san.norm_relu(x_NHWC, *vectors)
+    else:
+        y_NHWC, mean, var = torch.ops.san.norm_add_relu(x_NHWC, residual_NCHW.permute(0, 2, 3, 1), *vectors)
     return y_NHWC.permute(0, 3, 1, 2), mean, var
+
+
+def norm_relu_branch(
+    x_NCHW: Tensor, weight_C: Tensor, bias_C: Tensor, mean_C: Tensor | None, var_C: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x itself and the results of `norm_relu`. The gradient of the returned x is added where that of the norm is computed."""
+    _load()
+    x_NHWC = x_NCHW.permute(0, 2, 3, 1).contiguous()
+    vectors = weight_C, bias_C, mean_C, var_C, eps
+    x_NHWC, y_NHWC, mean, var = library.NormReluBranch.apply(x_NHWC, *vectors)  # type: ignore[no-untyped-call]
+    return x_NHWC.permute(0, 3, 1, 2), y_NHWC.permute(0, 3, 1, 2), mean, var
 
 
 def max_pool(x_NCHW: Tensor) -> Tensor:

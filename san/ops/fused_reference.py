@@ -126,6 +126,20 @@ def norm_relu(
     return batch_norm(x_NCHW, mean_C, var_C, weight_C, bias_C, mean_C is None, eps=eps).relu().permute(0, 2, 3, 1)
 
 
+def norm_add_relu(
+    x_NHWC: Tensor,
+    residual_NHWC: Tensor,
+    weight_C: Tensor,
+    bias_C: Tensor,
+    mean_C: Tensor | None,
+    var_C: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """BatchNorm as in `norm_relu`, addition of a residual, and ReLU, [N, H, W, C]."""
+    x_NCHW = batch_norm(x_NHWC.permute(0, 3, 1, 2), mean_C, var_C, weight_C, bias_C, mean_C is None, eps=eps)
+    return (x_NCHW.permute(0, 2, 3, 1) + residual_NHWC).relu()
+
+
 def max_pool(x_NHWC: Tensor) -> Tensor:
     """2x2 max pooling, [N, H / 2, W / 2, C]."""
     return max_pool2d(x_NHWC.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1)

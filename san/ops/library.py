@@ -9,7 +9,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -96,6 +96,8 @@ class Operator:
     backward_arguments: Callable[[Arguments, Arguments], Arguments]
     """The backward operator's arguments after the gradients, from the arguments and the saved outputs."""
     saved_outputs: tuple[int, ...] = ()
+    saved_instead: dict[int, int] = field(default_factory=dict)
+    """Inputs whose places in `backward_arguments` and `definition` are taken by an output."""
     differentiable_outputs: int | None = None
     """How many outputs have gradients; None for all."""
     flops: Callable[..., int] | None = None
@@ -190,9 +192,14 @@ def _pair_covariance(center: Tensor, around: Tensor, norm: Tensor, kernel_size: 
     return norm.new_empty(d), norm.new_empty(d, d)
 
 
-def _norm_relu(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    mean, var = (weight.new_empty(weight.shape, dtype=torch.float64) for _ in range(2))
+def _norm_relu(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    mean, var = (x.new_empty(x.shape[3], dtype=torch.float64) for _ in range(2))
     return x.new_empty(x.shape), mean, var
+
+
+def _norm_add_relu_by_result(x_NHWC: Tensor, y_NHWC: Tensor, *rest: Any) -> Tensor:
+    """A map with the derivatives of `norm_add_relu`, which depend on the sign of its result y, but not on the residual."""
+    return fused_reference.norm_add_relu(x_NHWC, y_NHWC + torch.where(y_NHWC > 0, math.inf, -math.inf), *rest)
 
 
 def _pooled(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,6 +359,16 @@ OPERATORS = (
         differentiable_outputs=1,
     ),
     Operator(
+        name="norm_add_relu",
+        definition=_norm_add_relu_by_result,
+        fake=_norm_relu,
+        fake_backward=lambda grad, *inputs: _like(inputs[:4]),
+        backward_arguments=lambda inputs, statistics: (*inputs[:4], *statistics, inputs[6], inputs[4] is None),
+        saved_outputs=(1, 2),
+        saved_instead={1: 0},
+        differentiable_outputs=1,
+    ),
+    Operator(
         name="max_pool",
         definition=fused_reference.max_pool,
         fake=_pooled,
@@ -383,32 +400,55 @@ def _register(operator: Operator) -> None:
         torch.library.register_fake(f"san::{name}")(fake)
         if flops is not None:
             _count(name, flops)
-    run_backward = getattr(torch.ops.san, names[1])
+    torch.library.register_autograd(
+        f"san::{names[0]}", functools.partial(_differentiate, operator), setup_context=functools.partial(_save, operator)
+    )
 
-    def setup(ctx: Any, inputs: Arguments, output: Any) -> None:
-        outputs = output if isinstance(output, tuple) else (output,)
-        if operator.differentiable_outputs is not None:
-            ctx.mark_non_differentiable(*outputs[operator.differentiable_outputs :])
-            ctx.set_materialize_grads(False)
-        ctx.inputs = [Tensor if isinstance(x, Tensor) else x for x in inputs]
-        saved = [outputs[index] for index in operator.saved_outputs]
-        ctx.save_for_backward(*saved, *(x for x in inputs if isinstance(x, Tensor)))
 
-    def backward(ctx: Any, *grads: Tensor) -> Arguments:
-        grads, count = grads[: operator.differentiable_outputs], len(operator.saved_outputs)
-        saved = ctx.saved_tensors  # activation checkpointing allows one read
-        outputs, tensors = saved[:count], iter(saved[count:])
-        inputs = tuple(next(tensors) if x is Tensor else x for x in ctx.inputs)
-        if torch.is_grad_enabled():  # create_graph=True
-            return _by_definition(operator.definition, grads, inputs)
-        gradients = run_backward(*grads, *operator.backward_arguments(inputs, outputs))
-        of_tensors = gradients if isinstance(gradients, tuple) else (gradients,)
-        if any(ctx.needs_input_grad[len(of_tensors) :]):
-            raise RuntimeError(f"san::{names[0]} has gradients of its first {len(of_tensors)} inputs only")
-        others = (None,) * (len(inputs) - len(of_tensors))
-        return (*(grad.to(x.dtype) for grad, x in zip(of_tensors, inputs, strict=False)), *others)
+def _save(operator: Operator, ctx: Any, inputs: Arguments, output: Any) -> None:
+    outputs = output if isinstance(output, tuple) else (output,)
+    if operator.differentiable_outputs is not None:
+        ctx.mark_non_differentiable(*outputs[operator.differentiable_outputs :])
+        ctx.set_materialize_grads(False)
+    ctx.inputs = [Tensor if isinstance(x, Tensor) else x for x in inputs]
+    saved = [outputs[index] for index in operator.saved_outputs]
+    kept = [outputs[operator.saved_instead[at]] if at in operator.saved_instead else x for at, x in enumerate(inputs)]
+    ctx.save_for_backward(*saved, *(x for x in kept if isinstance(x, Tensor)))
 
-    torch.library.register_autograd(f"san::{names[0]}", backward, setup_context=setup)
+
+def _differentiate(operator: Operator, ctx: Any, *grads: Tensor, added: Tensor | None = None) -> Arguments:
+    """The gradients of an operator's inputs. `added`, which only `norm_relu` takes, is added to the first of them."""
+    grads, count = grads[: operator.differentiable_outputs], len(operator.saved_outputs)
+    saved = ctx.saved_tensors  # activation checkpointing allows one read
+    outputs, tensors = saved[:count], iter(saved[count:])
+    inputs = tuple(next(tensors) if x is Tensor else x for x in ctx.inputs)
+    more = () if added is None else (added,)
+    if torch.is_grad_enabled():  # create_graph=True
+        first, *others = _by_definition(operator.definition, grads, inputs)
+        return first if added is None else first + added, *others
+    run_backward = getattr(torch.ops.san, f"{operator.name}_backward")
+    gradients = run_backward(*grads, *operator.backward_arguments(inputs, outputs), *more)
+    of_tensors = gradients if isinstance(gradients, tuple) else (gradients,)
+    if any(ctx.needs_input_grad[len(of_tensors) :]):
+        raise RuntimeError(f"san::{operator.name} has gradients of its first {len(of_tensors)} inputs only")
+    without = (None,) * (len(inputs) - len(of_tensors))
+    return (*(grad.to(x.dtype) for grad, x in zip(of_tensors, inputs, strict=False)), *without)
+
+
+class NormReluBranch(torch.autograd.Function):
+    """`norm_relu` at the start of a residual branch: x, y, mean and var, where the gradients of x are added in one kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        outputs = torch.ops.san.norm_relu(*inputs)
+        _save(_NORM_RELU, ctx, inputs, outputs)
+        return inputs[0], *outputs
+
+    @staticmethod
+    def backward(ctx: Any, of_residual: Tensor | None, of_y: Tensor | None, *_: None) -> Arguments:
+        if of_y is None:
+            return of_residual, *(None,) * (len(ctx.inputs) - 1)
+        return _differentiate(_NORM_RELU, ctx, of_y, added=of_residual)
 
 
 def _count(name: str, flops: Callable[..., int]) -> None:
@@ -431,6 +471,8 @@ def _by_definition(define: Callable[..., Any], grads: Sequence[Tensor], inputs: 
     gradients = iter(torch.autograd.grad(outputs, wanted, [g.to(wide) for g in grads], create_graph=True, allow_unused=True))
     return tuple(next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in views)
 
+
+_NORM_RELU = next(operator for operator in OPERATORS if operator.name == "norm_relu")
 
 # At import and not with the kernels, because `FlopCounterMode` copies the formulas when it is created.
 schemas.define("san")

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.traffic [--batch 32]
 
 The step runs on meta tensors, which have shapes but no memory, with all optimizations for GPUs. An operator reads its
-inputs and writes its outputs once; BatchNorm reads its inputs twice, and cuDNN adds a bias in a pass of its own. Kernels of
-attention read and write more than that, because they visit pairs several times. Caches are ignored.
+inputs and writes its outputs once; BatchNorm reads its input and its gradient twice, and cuDNN adds a bias in a pass of
+its own. Kernels of attention read and write more than that, because they visit pairs several times. Caches are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.benchmarks.tables import table
 NAMES = ("san10_pairwise", "san10_patchwise", "resnet26")
 # By the beginning of an operator's name; the others are elementwise.
 KINDS = {
-    "san.norm_relu": "norm",
+    **dict.fromkeys(("san.norm_relu", "san.norm_add_relu"), "norm"),
     **dict.fromkeys(("san.norm_affine", "san.track_statistics"), "small"),
     **dict.fromkeys(("san.max_pool", "san.stem"), "pooling, stem"),
     "san.": "attention",
@@ -58,15 +58,15 @@ class Traffic(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if str(function).startswith("aten.convolution."):  # on meta tensors, it forgets the format
             result = result.contiguous(memory_format=torch.channels_last)
-        if not function.is_view and not any(part in str(function) for part in ("_unsafe_view", "empty")):
+        if not function.is_view and not any(part in str(function) for part in ("_unsafe_view", "empty", "promote_types")):
             self.count(str(function), list(tensors(args)), list(tensors(result)))
         return result
 
     def count(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         moved = float(sum(map(size, inputs + outputs)))
-        if "batch_norm" in name or name.startswith("san.norm_relu"):
-            large = [x for x in inputs if x.dim() == 4]
-            moved += sum(map(size, large))
+        if kind_of(name) == "norm":
+            maps = [x for x in inputs if x.dim() == 4]
+            moved += sum(map(size, maps[: 2 if "backward" in name else 1]))
         if name.startswith("aten.convolution.") and len(inputs) == 3:
             moved += 2 * size(outputs[0])
         kind = "small" if moved < SMALL else kind_of(name)

@@ -142,14 +142,18 @@ def operators(settings: Settings) -> Iterator[Row]:
 def norm_relu(settings: Settings) -> Iterator[Row]:
     from tests.ops.test_norm_relu import SHAPES, doubled, on_gpu, reference, results, sample
 
-    allowed = {torch.float32: [1e-5, 2e-4, 2e-4, 2e-4], torch.bfloat16: [1e-2] * 4}
-    dtypes = list(allowed) if settings.on_gpu else [torch.float32]  # as the CPU's kernel takes
-    for shape, of_batch, dtype in itertools.product(SHAPES, (True, False), dtypes):
-        x_NCHW, *others = (x if x is None else x.to(settings.device) for x in sample(shape, of_batch))
-        assert x_NCHW is not None
-        inputs: Any = (x_NCHW.to(dtype), *others)
-        name = f"norm_relu, {dtype}, {shape}, {'batch' if of_batch else 'running'} statistics"
-        yield checks(name, on_gpu(kernels(settings), inputs), results(reference, doubled(inputs)), allowed[dtype])
+    dtypes = [torch.float32, torch.bfloat16] if settings.on_gpu else [torch.float32]  # as the CPU's kernel takes
+    for shape, of_batch, adds, dtype in itertools.product(SHAPES, (True, False), (True, False), dtypes):
+        x, *vectors, residual = (x if x is None else x.to(settings.device) for x in sample(shape, of_batch, adds=adds))
+        assert x is not None
+        inputs: Any = (x.to(dtype), *vectors, None if residual is None else residual.to(dtype))
+        name = f"norm{'_add' if adds else ''}_relu, {dtype}, {shape}, {'batch' if of_batch else 'running'} statistics"
+        wanted = results(lambda *inputs: reference(*inputs).to(dtype), doubled(inputs))  # noqa: B023
+        limits = [1e-5, *[2e-4] * (len(wanted) - 1)] if dtype == torch.float32 else [1e-2] * len(wanted)
+        yield checks(name, on_gpu(kernels(settings), inputs), wanted, limits)
+        if not adds:
+            wanted = wanted[0], wanted[1] + inputs[0], *wanted[2:]
+            yield checks(f"{name}, gradient added", on_gpu(kernels(settings), inputs, added=True), wanted, limits)
 
 
 def pooling(settings: Settings) -> Iterator[Row]:

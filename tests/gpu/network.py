@@ -31,7 +31,7 @@ SLOWEST = 12
 # The first class whose pattern matches the kernel's name. The names are those of tests.benchmarks.traffic.
 CLASSES = {
     "pooling, stem": "pool|stem",
-    "norm": "norm_relu|norm_affine|track_statistics|distance_sums|gradient_sums_kernel|batch_?norm|bn_(fw|bw)|bnAdd",
+    "norm": "norm_(relu|gradient|affine)|track_statistics|distance_sums|gradient_sums_kernel|batch_?norm|bn_(fw|bw)|bnAdd",
     "attention": "san::",
     "optimizer": "multi_tensor",
     "convolutions, products": "cudnn|cutlass|gemm|gemv|wgrad|dgrad|fprop|conv|splitK",
@@ -49,6 +49,8 @@ def never(*_: object) -> bool:
 VARIANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "as it is": nullcontext,
     "norms, then ReLUs": partial(patch.object, norm, "_fuses_norm_relu", never),
+    "residuals added by torch": partial(patch.object, norm, "_adds_residual", never),
+    "gradients of residuals added by torch": partial(patch.object, norm, "_adds_gradients", never),
     "the stem's norm as any other": partial(patch.object, norm, "_folds", never),
     "the stem's layers one by one": partial(patch.object, norm, "_fuses_stem", never),
     "pools by torch": partial(patch.object, norm, "_fuses_max_pool", never),
