@@ -42,6 +42,8 @@ KINDS = {
     "aten._foreach": "optimizer",
     **dict.fromkeys(("aten.zero", "aten.fill", "aten.new_zeros"), "fill"),
 }
+NO_KERNEL = ("_unsafe_view", "empty", "promote_types", "_record_function")
+"""Parts of the names of operators that launch no kernel."""
 SMALL = 2**20
 """Operators on fewer bytes are counted as `small`."""
 
@@ -58,7 +60,7 @@ class Traffic(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if str(function).startswith("aten.convolution."):  # on meta tensors, it forgets the format
             result = result.contiguous(memory_format=torch.channels_last)
-        if not function.is_view and not any(part in str(function) for part in ("_unsafe_view", "empty", "promote_types")):
+        if not function.is_view and not any(part in str(function) for part in NO_KERNEL):
             self.count(str(function), list(tensors(args)), list(tensors(result)))
         return result
 
@@ -70,6 +72,8 @@ class Traffic(TorchDispatchMode):
         if name.startswith("aten.convolution.") and len(inputs) == 3:
             moved += 2 * size(outputs[0])
         kind = "small" if moved < SMALL else kind_of(name)
+        if kind == "small" and name.startswith("aten.clone"):
+            return  # only on meta tensors, autograd copies the gradients of parameters
         self.bytes[kind] += moved
         self.operators[kind] += 1
 
