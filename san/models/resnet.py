@@ -85,11 +85,14 @@ class Bottleneck(nn.Module):
         return activate(self.relu3, y + identity, in_place=True)
 
     def _identity(self, x_NCHW: Tensor) -> Tensor:
+        if self.downsample is None:
+            return x_NCHW
         if isinstance(self.downsample, nn.Sequential) and is_plain(self.downsample, nn.Sequential):
-            conv, norm = self.downsample
-            if isinstance(conv, nn.Conv2d):
-                return conv_norm(conv, norm, x_NCHW)
-        return x_NCHW if self.downsample is None else self.downsample(x_NCHW)
+            conv, *others = self.downsample
+            if isinstance(conv, nn.Conv2d) and len(others) == 1:
+                return conv_norm(conv, others[0], x_NCHW)
+        y_NCHW: Tensor = self.downsample(x_NCHW)
+        return y_NCHW
 
 
 class ResNet(BaseModel):
