@@ -65,9 +65,9 @@ pair_weights(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor s
 pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2,
     Tensor weight2, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 # pair_weights and aggregation in one: y [N, H, W, M], where channel c of beta [N, H, W, M] uses weight channel c % G. On CPUs,
-# all have one type; on GPUs, weights and beta may be half types, and there is no backward pass. The weights are never stored,
-# but computed again for the gradients, from each pixel's largest logit (on GPUs, a number near it) and the reciprocal of the
-# sum of exp(logit - largest): softmax [N, 2, G, P]
+# all have one type; on GPUs, weights and beta may be half types. The weights are not stored, but computed again for the
+# gradients, from each pixel's largest logit (on GPUs, a number near it) and the reciprocal of the sum of exp(logit - largest):
+# softmax [N, 2, G, P]
 attend_pairs(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2, Tensor weight2, Tensor beta,
     int kernel_size, int products, bool tf32) -> (Tensor, Tensor softmax)
 # -> gradients of center, around, norm, weight1, shift2, weight2, beta

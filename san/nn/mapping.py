@@ -95,8 +95,8 @@ class Gamma(nn.Sequential):
         last = self[-1]
         if not isinstance(last, nn.Conv2d) or len(self) > 6 or not fuses("attend_pairs", beta_NMHW):
             return False
-        if beta_NMHW.is_cuda:  # there is no backward pass
-            return not torch.is_grad_enabled() and _fuses_values_on_gpu(last, last.out_channels, beta_NMHW)
+        if beta_NMHW.is_cuda:
+            return _fuses_values_on_gpu(last, last.out_channels, beta_NMHW)
         return {phi_NRHW.dtype, beta_NMHW.dtype, last.weight.dtype} in ({torch.float32}, {torch.float64})
 
     def fuses_patches(self, x_NRHW: Tensor) -> bool:

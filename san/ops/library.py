@@ -458,6 +458,17 @@ def _count(name: str, flops: Callable[..., int]) -> None:
     register_flop_formula(getattr(torch.ops.san, name))(count)
 
 
+def attend_pairs_backward_on_gpu(kernels: Any, grad_NHWM: Tensor, softmax: Tensor, *arguments: Any) -> Arguments:
+    """san::attend_pairs_backward by the operators of `kernels`, such as torch.ops.san. The weights are computed once more, and
+    stored while this runs."""
+    *mapping, beta_NHWM, kernel_size, products, tf32 = arguments
+    w_NGKP = kernels.pair_weights(*mapping, kernel_size, products, tf32)
+    grad, beta = (x.permute(0, 3, 1, 2) for x in (grad_NHWM, beta_NHWM))
+    of_beta, of_w = kernels.aggregation_backward(grad, beta, w_NGKP.to(beta.dtype), kernel_size)
+    of_mapping = kernels.pair_weights_backward(of_w.to(w_NGKP.dtype), w_NGKP, *mapping, kernel_size, products, tf32)
+    return *of_mapping, of_beta.permute(0, 2, 3, 1).contiguous()
+
+
 def _by_definition(define: Callable[..., Any], grads: Sequence[Tensor], inputs: Sequence[Any]) -> Arguments:
     """Gradients that can be differentiated again, by autograd through an operator's definition."""
     warnings.warn(
@@ -479,3 +490,4 @@ schemas.define("san")
 for _operator in OPERATORS:
     _register(_operator)
 torch.library.register_fake("san::track_statistics")(lambda *_: None)
+torch.library.impl("san::attend_pairs_backward", "CUDA")(functools.partial(attend_pairs_backward_on_gpu, torch.ops.san))

@@ -4,7 +4,8 @@
 
 The step runs on meta tensors, which have shapes but no memory, with all optimizations for GPUs. An operator reads its
 inputs and writes its outputs once; BatchNorm reads its input and its gradient twice, and cuDNN adds a bias in a pass of
-its own. Kernels of attention read and write more than that, because they visit pairs several times. Caches are ignored.
+its own. Kernels of attention read and write more than that, because they visit pairs several times and store
+weights in backward. Caches are ignored.
 """
 
 from __future__ import annotations

@@ -111,12 +111,14 @@ def check_fused(operator: str, precisions: Sequence[str], settings: Settings) ->
 
 
 def attend_pairs(settings: Settings) -> Iterator[Row]:
-    """Checks pairwise attention without stored weights, which has no backward pass on GPUs."""
+    """Checks pairwise attention without stored weights. With TF32, only the result: a rounded sum may cross 0 in a ReLU."""
     for sizes, tf32 in itertools.product([*SIZES, *STAGES] if settings.on_gpu else SIZES[:3], (False, True)):
         exact = tuple(x.to(settings.device) for x in cases.sample("attend_pairs", replace(sizes, shares=8)))
-        got = cases.computed("attend_pairs", tuple(x.float() for x in exact), sizes, kernels(settings), tf32)
-        want = cases.defined("attend_pairs", exact, sizes)
-        yield checks(f"attend_pairs, {'tf32' if tf32 else 'float32'}, {sizes}", got, want, [5e-3 if tf32 else 1e-5])
+        y, _, *grads = cases.run_kernels("attend_pairs", tuple(x.float() for x in exact), sizes, kernels(settings), tf32)
+        want, of_want = cases.differentiated(lambda t: cases.defined("attend_pairs", t, sizes), exact)  # noqa: B023
+        yield checks(f"attend_pairs, {'tf32' if tf32 else 'float32'}, {sizes}", [y], want, [5e-3 if tf32 else 1e-5])
+        if not tf32:
+            yield checks(f"gradients of attend_pairs, {sizes}", grads, of_want, [2e-4] * len(grads))
 
 
 def check_case(operator: Operator, case: OperatorCase, dtype: torch.dtype, settings: Settings, swap: bool = False) -> Row:

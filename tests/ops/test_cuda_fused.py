@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode  # torch has no public name for it
 
 from san.ops import fused_reference, reference
+from san.ops.library import attend_pairs_backward_on_gpu
 from tests.ops.cases import (
     OPERATORS,
     SIZES,
@@ -87,7 +88,7 @@ def test_half_weights(operator: str, shim: Any) -> None:
 
 
 def test_pairwise_attention_matches_the_definition(shim: Any) -> None:
-    """It has no backward pass. The softmax may have any reference."""
+    """The softmax may have any reference."""
     for sizes in (replace(sizes, shares=min(sizes.shares, 8)) for sizes in [*SMALL, replace(STAGE_5, height=4, width=4)]):
         exact = sample("attend_pairs", sizes)
         for tf32, most in ((False, 2e-6), (True, 2e-3)):
@@ -101,6 +102,23 @@ def test_pairwise_attention_matches_the_definition(shim: Any) -> None:
         y, _ = with_saved("attend_pairs", tuple(x.float() if x.dtype == torch.float64 else x for x in half), sizes, shim)
         assert y.dtype == torch.bfloat16
         assert_near([y], defined("attend_pairs", tuple(x.double() for x in half), sizes), 1e-2, sizes)
+
+
+def test_gradients_of_pairwise_attention(shim: Any) -> None:
+    def found(tensors: Tensors, sizes: Sizes) -> Tensors:
+        outputs = with_saved("attend_pairs", tensors, sizes, shim)
+        arguments = backward_arguments("attend_pairs", tensors, outputs, cotangents(outputs[:1]), sizes)
+        return attend_pairs_backward_on_gpu(shim, *arguments)
+
+    for sizes in (replace(sizes, shares=min(sizes.shares, 8)) for sizes in SMALL):
+        exact = sample("attend_pairs", sizes)
+        assert_near(found(tuple(x.float() for x in exact), sizes), wanted("attend_pairs", exact, sizes)[1:], 2e-5, sizes)
+    for sizes in SMALL[:4]:
+        exact = sample("attend_pairs", sizes)
+        half = tuple(x.bfloat16() if at in (3, 5, 6) else x.float() for at, x in enumerate(exact))
+        gradients = found(half, sizes)
+        assert [x.dtype for x in gradients] == [x.dtype for x in half]
+        assert_near(gradients, wanted("attend_pairs", tuple(x.double() for x in half), sizes)[1:], 0.2, sizes)
 
 
 def test_pairwise_attention_with_growing_logits(shim: Any) -> None:
