@@ -27,6 +27,22 @@ struct Layers {
     first_layer<S>(p, activation, weight1 + int64_t(chunk) * p.tiles * S::hidden * kWarp + team.lane,
                    shift2 + chunk * 8 * S::hidden + team.column, u);
   }
+
+  // Adds z of 16 pairs in N tiles of weight channels, whose operands for the lane start at `matrix`.
+  template <class Rows, int N>
+  __device__ __forceinline__ void add_logits(const Rows& rows, const Team& team, const F* matrix,
+                                             float (&z)[N][4]) const {
+    for_each_tile<(S::is_whole ? 1 : 0)>(chunks, [&](int chunk) {
+      float u[S::hidden][4];
+      hidden(rows.p, team, chunk, [&](int c, float (&a1)[4]) { rows.activate(c, a1); }, u);
+      SAN_UNROLL
+      for (int e = 0; e < S::hidden; ++e) {
+        const F upper = F::of_rectified(rectified(u[e][0]), rectified(u[e][1]));
+        const F lower = F::of_rectified(rectified(u[e][2]), rectified(u[e][3]));
+        multiply_all(z, upper, lower, matrix + (chunk * S::hidden + e) * N * kWarp);
+      }
+    });
+  }
 };
 
 // One call: the inputs of PairWork, and the layers.
@@ -103,25 +119,16 @@ __device__ __forceinline__ void merge_over_team(const Team& team, Softmax (&soft
 // ms.
 template <class F, class S, class out_t>
 __global__ void __launch_bounds__(kThreads, 1) pair_weights_kernel(Pairs p, Layers<F, S> layers, Plan plan, out_t* w) {
-  constexpr int KE = S::hidden, KG = S::weights;
+  constexpr int KG = S::weights;
   const Job<S::is_whole> job(plan);
   const Team team(plan.warps);
   PixelRows<S, false, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
-  const F* weight2 = layers.weight2 + int64_t(job.chunk) * layers.chunks * KE * KG * kWarp + team.lane;
+  const F* weight2 = layers.weight2 + int64_t(job.chunk) * layers.chunks * S::hidden * KG * kWarp + team.lane;
   const auto visit_all = [&](const auto& visit) {
     for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
       rows.move(team, offset);
       float z[KG][4] = {};
-      for_each_tile<(S::is_whole ? 1 : 0)>(layers.chunks, [&](int chunk) {
-        float u[KE][4];
-        layers.hidden(p, team, chunk, [&](int c, float (&a1)[4]) { rows.activate(c, a1); }, u);
-        SAN_UNROLL
-        for (int e = 0; e < KE; ++e) {
-          const F upper = F::of_rectified(rectified(u[e][0]), rectified(u[e][1]));
-          const F lower = F::of_rectified(rectified(u[e][2]), rectified(u[e][3]));
-          multiply_all(z, upper, lower, weight2 + (chunk * KE + e) * KG * kWarp);
-        }
-      });
+      layers.add_logits(rows, team, weight2, z);
       visit(offset.position, z);
     }
   };
@@ -179,28 +186,19 @@ void forward(LayerWork& work, out_t* w) {
 template <class F, class S, int kTiles, class V>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_pairs_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v, const float* beta, V* y, float* softmax) {
-  constexpr int KE = S::hidden, kStates = 4 * kTiles;
+  constexpr int kStates = 4 * kTiles;
   constexpr float kMostAbove = 6;  // powers of 2
   const Job<S::is_whole && kTiles == S::weights> job(plan);
   const Team team(plan.warps);
   PixelRows<S, false, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
-  const F* weight2 = layers.weight2 + int64_t(job.chunk) * layers.chunks * KE * kTiles * kWarp + team.lane;
+  const F* weight2 = layers.weight2 + int64_t(job.chunk) * layers.chunks * S::hidden * kTiles * kWarp + team.lane;
   const float* values = beta + v.value_at(job.chunk * kTiles, team.column);
   Softmax state[kStates];
   float sums[kTiles][kShares][4] = {};
   for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
     rows.move(team, offset);
     float z[kTiles][4] = {};
-    for_each_tile<(S::is_whole ? 1 : 0)>(layers.chunks, [&](int chunk) {
-      float u[KE][4];
-      layers.hidden(p, team, chunk, [&](int c, float (&a1)[4]) { rows.activate(c, a1); }, u);
-      SAN_UNROLL
-      for (int e = 0; e < KE; ++e) {
-        const F upper = F::of_rectified(rectified(u[e][0]), rectified(u[e][1]));
-        const F lower = F::of_rectified(rectified(u[e][2]), rectified(u[e][3]));
-        multiply_all(z, upper, lower, weight2 + (chunk * KE + e) * kTiles * kWarp);
-      }
-    });
+    layers.add_logits(rows, team, weight2, z);
     bool is_above = false;
     SAN_UNROLL
     for (int n = 0; n < kStates; ++n) is_above |= z[n / 4][n % 4] > state[n].most + kMostAbove;
