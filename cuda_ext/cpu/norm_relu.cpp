@@ -166,9 +166,9 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor* residu
   check_norm(x, {&weight, &bias});
   STD_TORCH_CHECK(mean.has_value() == var.has_value(), "give both mean and var, or neither");
   if (mean && var) check_norm(x, {&*mean, &*var});
-  const Tensor map = as<float>(x), added = residual ? as<float>(*residual) : map;
+  const Tensor map = as<float>(x), identity = residual ? as<float>(*residual) : map;
   const Layout layout(map);
-  const float *in = values<float>(map), *more = values<float>(added);
+  const float *in = values<float>(map), *kept = values<float>(identity);
   const auto [m, v] = mean && var ? std::pair(doubles(*mean), doubles(*var)) : statistics(layout, in);
   const Affine norm(layout, weight, bias, m, v, eps);
   Tensor y = torch::stable::empty_like(map);
@@ -176,7 +176,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const Tensor* residu
   float* out = y.mutable_data_ptr<float>();
   const auto run = residual ? apply<true> : apply<false>;
   layout.for_each([&](int64_t, int64_t first, int64_t count) {
-    run(norm, in + first, more + first, count, layout.width, out + first);
+    run(norm, in + first, kept + first, count, layout.width, out + first);
   });
   return {y, tensor_of<double>(m.data(), map, {layout.C}), tensor_of<double>(v.data(), map, {layout.C})};
 }
@@ -214,11 +214,6 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
           as_type(tensor_of<double>(to_bias.data(), map, {layout.C}), bias.scalar_type())};
 }
 
-void check_like(const Tensor& x, const Tensor& other) {
-  STD_TORCH_CHECK(other.sizes().vec() == x.sizes().vec() && other.scalar_type() == x.scalar_type(),
-                  "maps and gradients must have the shape and type of x");
-}
-
 std::tuple<Tensor, Tensor, Tensor> norm_relu(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                              const Statistic& mean, const Statistic& var, double eps) {
   return forward(x, nullptr, weight, bias, mean, var, eps);
@@ -228,8 +223,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
                                                       const Tensor& bias, const Tensor& mean, const Tensor& var,
                                                       double eps, bool of_batch, const std::optional<Tensor>& added) {
   check_norm(x, {&weight, &bias, &mean, &var});
-  check_like(x, grad);
-  if (added) check_like(x, *added);
+  check_alike(grad, x, "grad and x");
+  if (added) check_alike(*added, x, "added and x");
   const Tensor more = added ? as<float>(*added) : x;
   return backward<false>(grad, x, weight, bias, mean, var, eps, of_batch, nullptr, nullptr,
                          added ? values<float>(more) : nullptr);
@@ -238,7 +233,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
 std::tuple<Tensor, Tensor, Tensor> norm_add_relu(const Tensor& x, const Tensor& residual, const Tensor& weight,
                                                  const Tensor& bias, const Statistic& mean, const Statistic& var,
                                                  double eps) {
-  check_like(x, residual);
+  check_alike(residual, x, "residual and x");
   return forward(x, &residual, weight, bias, mean, var, eps);
 }
 
@@ -247,7 +242,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_add_relu_backward(const Tensor& 
                                                                   const Tensor& mean, const Tensor& var, double eps,
                                                                   bool of_batch) {
   check_norm(x, {&weight, &bias, &mean, &var});
-  check_like(x, grad), check_like(x, y);
+  check_alike(grad, x, "grad and x"), check_alike(y, x, "y and x");
   const Tensor result = as<float>(y);
   Tensor of_residual = torch::stable::empty_like(result);
   ask_for_large_pages(of_residual);

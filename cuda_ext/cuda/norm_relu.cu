@@ -189,11 +189,6 @@ void check_norm_relu(const Tensor& x, std::initializer_list<const Tensor*> vecto
   STD_TORCH_CHECK(fits, "x must be a float32 or bfloat16 map [N, H, W, C], and weight, bias, mean and var must be [C]");
 }
 
-void check_like(const Tensor& x, const Tensor& other) {
-  STD_TORCH_CHECK(other.sizes().vec() == x.sizes().vec() && other.scalar_type() == x.scalar_type(),
-                  "maps and gradients must have the shape and type of x");
-}
-
 template <class T>
 const T* values_or_null(const std::optional<Tensor>& x) {
   return x ? x->const_data_ptr<T>() : nullptr;
@@ -211,7 +206,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
   if (mean && var) check_norm_relu(x, {&*mean, &*var});
   const OperatorGuard guard("norm_relu", x);
   const Tensor map = torch::stable::contiguous(x);
-  const std::optional<Tensor> more = contiguous(residual);
+  const std::optional<Tensor> identity = contiguous(residual);
   const int64_t C = map.size(3), pixels = map.numel() / C;
   Tensor y = torch::stable::empty_like(map), m = doubles_like(map, C), v = doubles_like(map, C);
   if (mean && var) torch::stable::copy_(m, *mean), torch::stable::copy_(v, *var);
@@ -219,7 +214,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
   const Tensor kept[] = {torch::stable::contiguous(weight), torch::stable::contiguous(bias)};
   const Norm norm{Floats(kept[0]), Floats(kept[1]), Floats(m), Floats(v), eps};
   const auto stream = current_stream(map);
-  for_type_and_width(map, {&y, more ? &*more : &map}, [&](auto type, auto width) {
+  for_type_and_width(map, {&y, identity ? &*identity : &map}, [&](auto type, auto width) {
     using T = decltype(type);
     constexpr int kWidth = decltype(width)::value;
     const Layout layout(pixels, C, kWidth);
@@ -232,8 +227,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
       sum_rows(PartialSums<double>{partial.const_data_ptr<double>(), 2 * C}, layout.slices, 2 * C,
                PlaceStatistics<T>{origin, m.mutable_data_ptr<double>(), v.mutable_data_ptr<double>()}, stream);
     }
-    SAN_LAUNCH((norm_relu_kernel<kWidth, T>), layout.blocks(), kThreads, stream, layout, in, values_or_null<T>(more),
-               norm, y.mutable_data_ptr<T>());
+    SAN_LAUNCH((norm_relu_kernel<kWidth, T>), layout.blocks(), kThreads, stream, layout, in,
+               values_or_null<T>(identity), norm, y.mutable_data_ptr<T>());
   });
   return {y, m, v};
 }
@@ -243,12 +238,11 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
 template <bool kMasks>
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
                                             const Tensor& bias, const Tensor& mean, const Tensor& var, double eps,
-                                            bool of_batch, const Tensor& y, Tensor& masked,
-                                            const std::optional<Tensor>& added) {
+                                            bool of_batch, const std::optional<Tensor>& y,
+                                            const std::optional<Tensor>& masked, const std::optional<Tensor>& added) {
   const OperatorGuard guard("norm_relu_backward", x);
-  const Tensor map = torch::stable::contiguous(x), grad_y = torch::stable::contiguous(grad),
-               results = torch::stable::contiguous(y);
-  const std::optional<Tensor> others = contiguous(added);
+  const Tensor map = torch::stable::contiguous(x), grad_y = torch::stable::contiguous(grad);
+  const std::optional<Tensor> results = contiguous(y), others = contiguous(added);
   const int64_t C = map.size(3), pixels = map.numel() / C;
   const Tensor kept[] = {torch::stable::contiguous(weight), torch::stable::contiguous(bias),
                          torch::stable::contiguous(mean), torch::stable::contiguous(var)};
@@ -260,7 +254,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
   }
   const Norm norm{Floats(kept[0]), Floats(kept[1]), Floats(kept[2]), Floats(kept[3]), eps};
   const auto stream = current_stream(map);
-  for_type_and_width(map, {&grad_y, &results, &masked, &grad_x, others ? &*others : &map}, [&](auto type, auto width) {
+  // Memory that this function allocates is aligned.
+  const Tensor &first = results ? *results : map, &second = others ? *others : map;
+  for_type_and_width(map, {&grad_y, &first, &second}, [&](auto type, auto width) {
     using T = decltype(type);
     constexpr int kWidth = decltype(width)::value;
     const Layout layout(pixels, C, kWidth);
@@ -268,14 +264,14 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
     Tensor partial = doubles_like(map, layout.slices * 2 * C);
     Tensor rest = torch::stable::new_empty(map, {2 * C}, std::optional<ScalarType>(ScalarType::Float));
     SAN_LAUNCH_SHARED((gradient_sums_kernel<kWidth, T, kMasks>), layout.blocks(), kThreads, bytes_of_sums(2 * kWidth),
-                      stream, layout, of_y, in, norm, results.const_data_ptr<T>(),
-                      kMasks ? masked.mutable_data_ptr<T>() : nullptr, partial.mutable_data_ptr<double>());
+                      stream, layout, of_y, in, norm, values_or_null<T>(results),
+                      masked ? masked->mutable_data_ptr<T>() : nullptr, partial.mutable_data_ptr<double>());
     sum_rows(PartialSums<double>{partial.const_data_ptr<double>(), 2 * C}, layout.slices, 2 * C,
              PlaceGradients{norm, static_cast<double>(pixels), Floats(to_weight), Floats(to_bias),
                             rest.mutable_data_ptr<float>()},
              stream);
     SAN_LAUNCH((norm_gradient_kernel<kWidth, T, kMasks>), layout.blocks(), kThreads, stream, layout,
-               kMasks ? masked.const_data_ptr<T>() : of_y, in, norm, of_batch ? rest.const_data_ptr<float>() : nullptr,
+               kMasks ? masked->const_data_ptr<T>() : of_y, in, norm, of_batch ? rest.const_data_ptr<float>() : nullptr,
                values_or_null<T>(others), grad_x.mutable_data_ptr<T>());
   });
   return {grad_x, to_weight, to_bias};
@@ -291,16 +287,15 @@ std::tuple<Tensor, Tensor, Tensor> norm_relu_backward(const Tensor& grad, const 
                                                       const Tensor& bias, const Tensor& mean, const Tensor& var,
                                                       double eps, bool of_batch, const std::optional<Tensor>& added) {
   check_norm_relu(x, {&weight, &bias, &mean, &var});
-  check_like(x, grad);
-  if (added) check_like(x, *added);
-  Tensor none = grad;
-  return backward<false>(grad, x, weight, bias, mean, var, eps, of_batch, grad, none, added);
+  check_alike(grad, x, "grad and x");
+  if (added) check_alike(*added, x, "added and x");
+  return backward<false>(grad, x, weight, bias, mean, var, eps, of_batch, std::nullopt, std::nullopt, added);
 }
 
 std::tuple<Tensor, Tensor, Tensor> norm_add_relu(const Tensor& x, const Tensor& residual, const Tensor& weight,
                                                  const Tensor& bias, const std::optional<Tensor>& mean,
                                                  const std::optional<Tensor>& var, double eps) {
-  check_like(x, residual);
+  check_alike(residual, x, "residual and x");
   return forward(x, residual, weight, bias, mean, var, eps);
 }
 
@@ -309,8 +304,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_add_relu_backward(const Tensor& 
                                                                   const Tensor& mean, const Tensor& var, double eps,
                                                                   bool of_batch) {
   check_norm_relu(x, {&weight, &bias, &mean, &var});
-  check_like(x, grad), check_like(x, y);
-  Tensor of_residual = torch::stable::new_empty(x, x.sizes());
+  check_alike(grad, x, "grad and x"), check_alike(y, x, "y and x");
+  const Tensor of_residual = torch::stable::new_empty(x, x.sizes());
   const auto [of_x, of_weight, of_bias] =
       backward<true>(grad, x, weight, bias, mean, var, eps, of_batch, y, of_residual, std::nullopt);
   return {of_x, of_residual, of_weight, of_bias};

@@ -88,9 +88,9 @@ class Bottleneck(nn.Module):
         if self.downsample is None:
             return x_NCHW
         if isinstance(self.downsample, nn.Sequential) and is_plain(self.downsample, nn.Sequential):
-            conv, *others = self.downsample
-            if isinstance(conv, nn.Conv2d) and len(others) == 1:
-                return conv_norm(conv, others[0], x_NCHW)
+            layers = list(self.downsample)
+            if len(layers) == 2 and isinstance(layers[0], nn.Conv2d):
+                return conv_norm(layers[0], layers[1], x_NCHW)
         y_NCHW: Tensor = self.downsample(x_NCHW)
         return y_NCHW
 

@@ -252,7 +252,8 @@ def conv_norm_add_relu(conv: nn.Conv2d, norm: nn.Module, act: nn.Module, x_NCHW:
 
 
 def _adds_residual(x_NCHW: Tensor, residual_NCHW: Tensor) -> bool:
-    return (x_NCHW.shape, x_NCHW.dtype) == (residual_NCHW.shape, residual_NCHW.dtype)
+    kind, other = ((x.shape, x.dtype, x.device) for x in (x_NCHW, residual_NCHW))
+    return kind == other
 
 
 def conv_norm_relu_pool(conv: nn.Conv2d, norm: nn.Module, act: nn.ReLU, x_NCHW: Tensor) -> Tensor:

@@ -425,7 +425,7 @@ def _differentiate(operator: Operator, ctx: Any, *grads: Tensor, added: Tensor |
     more = () if added is None else (added,)
     if torch.is_grad_enabled():  # create_graph=True
         first, *others = _by_definition(operator.definition, grads, inputs)
-        return first if added is None else first + added, *others
+        return first if first is None or added is None else first + added, *others
     run_backward = getattr(torch.ops.san, f"{operator.name}_backward")
     gradients = run_backward(*grads, *operator.backward_arguments(inputs, outputs), *more)
     of_tensors = gradients if isinstance(gradients, tuple) else (gradients,)

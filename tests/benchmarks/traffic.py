@@ -61,7 +61,9 @@ class Traffic(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if str(function).startswith("aten.convolution."):  # on meta tensors, it forgets the format
             result = result.contiguous(memory_format=torch.channels_last)
-        if not function.is_view and not any(part in str(function) for part in NO_KERNEL):
+        # Only on meta tensors, autograd copies the gradients of parameters.
+        is_copy_of_gradient = str(function) == "aten.clone.default" and not kwargs
+        if not (function.is_view or is_copy_of_gradient or any(part in str(function) for part in NO_KERNEL)):
             self.count(str(function), list(tensors(args)), list(tensors(result)))
         return result
 
@@ -73,8 +75,6 @@ class Traffic(TorchDispatchMode):
         if name.startswith("aten.convolution.") and len(inputs) == 3:
             moved += 2 * size(outputs[0])
         kind = "small" if moved < SMALL else kind_of(name)
-        if kind == "small" and name.startswith("aten.clone"):
-            return  # only on meta tensors, autograd copies the gradients of parameters
         self.bytes[kind] += moved
         self.operators[kind] += 1
 

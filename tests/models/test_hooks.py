@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import san
+from san import ops
 from tests.nn.kinds import randomize_vectors
 
 pytestmark = pytest.mark.every_isa
@@ -110,3 +111,14 @@ def test_children_in_turn_give_the_maps_of_the_stages(name: str) -> None:
     model.get_submodule("stage1").register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
     model.features(torch.zeros(2, 3, 64, 64))
     assert [shape[2] for shape in seen] == [64]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("layers", [(), (nn.Identity,), (nn.Identity, nn.ReLU), (nn.ReLU, nn.Identity, nn.ReLU)], ids=len)
+def test_identity_of_a_block_may_have_other_layers(layers: tuple[type[nn.Module], ...], training: bool) -> None:
+    model = san.create_model("resnet26", 5, num_stages=3, width_mult=0.25).train(training)
+    model.get_submodule("layer2")[1].downsample = nn.Sequential(*(layer() for layer in layers))  # type: ignore[index,union-attr]
+    x_NCHW = torch.randn(2, 3, 32, 32)
+    with ops.backend("reference"):
+        expected = copy.deepcopy(model)(x_NCHW)
+    torch.testing.assert_close(model(x_NCHW), expected, rtol=1e-4, atol=1e-4)

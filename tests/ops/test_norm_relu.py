@@ -165,7 +165,7 @@ def test_rejects_vectors_of_the_wrong_size() -> None:
     for wrong in ((x_NCHW.double(), weight, bias), (x_NCHW, weight[1:], bias), (x_NCHW, weight, bias[None])):
         with pytest.raises(RuntimeError, match="x must be a float32 map"):
             fused.norm_relu(*wrong, None, None, 1e-5)
-    with pytest.raises(RuntimeError, match="must have the shape and type of x"):
+    with pytest.raises(RuntimeError, match="residual and x must have the same shape"):
         fused.norm_relu(x_NCHW, weight, bias, None, None, 1e-5, x_NCHW[:1])
 
 
@@ -200,11 +200,13 @@ def test_a_residual_branch_does_not_copy_its_input() -> None:
     assert same_NCHW.stride() == x_NCHW.stride()
 
 
-def test_gradients_of_a_residual_branch_can_be_differentiated() -> None:
-    def penalty(x_NCHW: Tensor, weight: Tensor, bias: Tensor) -> Tensors:
-        leaves = [x.detach().requires_grad_() for x in (x_NCHW, weight, bias)]
-        x_NCHW, y_NCHW = branch_of(*leaves)
-        grads = torch.autograd.grad((x_NCHW * y_NCHW).sum(), leaves, create_graph=True)
+@pytest.mark.parametrize("first", [0, 1], ids=["all", "parameters"])
+def test_gradients_of_a_residual_branch_can_be_differentiated(first: int) -> None:
+    def penalty(*inputs: Tensor) -> Tensors:
+        x_NCHW, weight, bias = (x.detach().requires_grad_(at >= first) for at, x in enumerate(inputs))
+        leaves = [x_NCHW, weight, bias][first:]
+        x_NCHW, y_NCHW = branch_of(x_NCHW, weight, bias)
+        grads = torch.autograd.grad((x_NCHW * y_NCHW).square().sum(), leaves, create_graph=True)
         return torch.autograd.grad(torch.stack([g.square().sum() for g in grads]).sum(), leaves)
 
     inputs = sample((2, 5, 6, 6))[:3]
