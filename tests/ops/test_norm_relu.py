@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import batch_norm
 
 from san.ops import fused
@@ -167,6 +168,17 @@ def test_rejects_vectors_of_the_wrong_size() -> None:
             fused.norm_relu(*wrong, None, None, 1e-5)
     with pytest.raises(RuntimeError, match="residual and x must have the same shape"):
         fused.norm_relu(x_NCHW, weight, bias, None, None, 1e-5, x_NCHW[:1])
+
+
+def test_keeps_the_result_instead_of_the_residual() -> None:
+    x_NCHW, weight, bias, _, _, residual_NCHW = sample(adds=True)
+    assert residual_NCHW is not None
+    kept: list[Tensor] = []
+    with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        y_NCHW = computed(x_NCHW.requires_grad_(), weight, bias, None, None, residual_NCHW)
+    places = {x.data_ptr() for x in kept}
+    assert y_NCHW.data_ptr() in places
+    assert residual_NCHW.data_ptr() not in places
 
 
 def branch_of(x_NCHW: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
