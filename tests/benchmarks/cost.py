@@ -34,22 +34,22 @@ class Stage:
 
 KERNELS: dict[str, tuple[str, Callable[[Stage], str], Callable[[Stage], float]]] = {
     "patchwise, forward": (
-        "attend.cu",
+        "attend_patches.cu",
         lambda s: f"attend_kernel<Operand<false>, {s.depth}, float>",
         lambda s: s.groups * s.weight_tiles,
     ),
     "patchwise, gradients of β": (
-        "attend.cu",
+        "attend_patches.cu",
         lambda s: f"attend_around_kernel<Operand<false>, {s.depth}>",
         lambda s: s.padded_groups * s.weight_tiles,
     ),
     "patchwise, gradients of weights and hidden channels": (
-        "attend.cu",
+        "attend_patches.cu",
         lambda s: f"attend_center_kernel<Operand<false>, {s.depth}>",
         lambda s: s.groups * s.weight_tiles,
     ),
     "pairwise, without gradients": (
-        "pair_weights.cu",
+        "attend_pairs.cu",
         lambda s: f"attend_pairs_kernel<Operand<false>, Stage{s.number}, {s.pair_tiles}, float>",
         lambda s: s.groups * s.weight_tiles / s.pair_tiles,
     ),

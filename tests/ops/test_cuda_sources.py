@@ -24,12 +24,12 @@ CUDA_SOURCES = build.sources("cuda")
 STAGE_4_BYTES = 64
 """On its stack, at most, for any GPU."""
 INSTRUCTIONS = {
-    "attend.cu": {
+    "attend_patches.cu": {
         "attend_kernel<Operand<false>, 1, float>": 67,
         "attend_around_kernel<Operand<false>, 1>": 95,
         "attend_center_kernel<Operand<false>, 1>": 79,
     },
-    "pair_weights.cu": {
+    "attend_pairs.cu": {
         "attend_pairs_kernel<Operand<false>, Stage2, 1, float>": 247,
         "pair_weights_kernel<Operand<false>, Stage2, float>": 169,
     },
