@@ -135,15 +135,23 @@ inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tenso
   check_alike(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
 }
 
-// beta [N, H, W, M] and, if there is one, the gradient of y; `map` is [N, H, W, channels], and G is the number of
+// The second result of attend_pairs.
+inline void check_softmax(const Tensor& softmax, const Tensor& map, int64_t G) {
+  const int64_t N = map.size(0), P = map.size(1) * map.size(2);
+  STD_TORCH_CHECK(softmax.sizes().vec() == std::vector({N, int64_t(2), G, P}),
+                  "softmax must be the second result of attend_pairs");
+  check_same(softmax, map, "softmax and the maps");
+}
+
+// beta [N, H, W, M] and, if there are any, y and its gradient; `map` is [N, H, W, channels], and G is the number of
 // weight channels.
 inline void check_values(std::initializer_list<const Tensor*> tensors, const Tensor& map, int64_t G) {
   const Tensor& beta = **tensors.begin();
   for (const Tensor* x : tensors) {
     STD_TORCH_CHECK(
         x->dim() == 4 && x->size(0) == map.size(0) && x->size(1) == map.size(1) && x->size(2) == map.size(2),
-        "beta and the gradient of y must be maps [", map.size(0), ", ", map.size(1), ", ", map.size(2), ", M]");
-    check_alike(*x, beta, "beta and the gradient of y");
+        "beta, y and its gradient must be maps [", map.size(0), ", ", map.size(1), ", ", map.size(2), ", M]");
+    check_alike(*x, beta, "beta, y and its gradient");
   }
   STD_TORCH_CHECK(beta.size(3) > 0 && beta.size(3) % G == 0, "beta's ", beta.size(3),
                   " channels must be a positive multiple of the ", G, " weight channels");

@@ -58,22 +58,23 @@ pair_covariance(Tensor center, Tensor around, Tensor norm, int kernel_size, int 
 pair_covariance_backward(Tensor grad_mean, Tensor grad_covariance, Tensor center, Tensor around, Tensor norm, Tensor mean,
     int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor)
 # softmax over the footprint of weight2 relu(weight1 a1 + shift2) -> [N, G, K, P] of weight2's type; weight1 [E, d],
-# weight2 [G, E]. If weight1 is empty, there is no hidden layer: the softmax of weight2 a1, weight2 [G, d]
+# weight2 [G, E]. If weight1 is empty, there is no hidden layer: the softmax of weight2 a1, weight2 [G, d]. On CPUs only
 pair_weights(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2, Tensor weight2, int kernel_size,
     int products, bool tf32) -> Tensor
 # -> gradients of center, around, norm, weight1, shift2, weight2
 pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2,
     Tensor weight2, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 # pair_weights and aggregation in one: y [N, H, W, M], where channel c of beta [N, H, W, M] uses weight channel c % G. On CPUs,
-# all have one type; on GPUs, weights and beta may be half types. The weights are not stored, but computed again for the
+# all have one type; on GPUs, weights and beta may be half types, and at most 8 value channels may share a weight channel. The
+# weights are not stored, but computed again for the
 # gradients, from each pixel's largest logit (on GPUs, a number near it) and the reciprocal of the sum of exp(logit - largest):
 # softmax [N, 2, G, P]
 attend_pairs(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2, Tensor weight2, Tensor beta,
     int kernel_size, int products, bool tf32) -> (Tensor, Tensor softmax)
-# -> gradients of center, around, norm, weight1, shift2, weight2, beta
-attend_pairs_backward(Tensor grad, Tensor softmax, Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2,
-    Tensor weight2, Tensor beta, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-    Tensor)
+# -> gradients of center, around, norm, weight1, shift2, weight2, beta; only GPUs read y
+attend_pairs_backward(Tensor grad, Tensor y, Tensor softmax, Tensor center, Tensor around, Tensor norm, Tensor weight1,
+    Tensor shift2, Tensor weight2, Tensor beta, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor,
+    Tensor, Tensor, Tensor)
 
 # Patches: the K values of `around` [N, H, W, R] in the footprint and the pixel's own `center` [N, H, W, C], C = R or 0. Columns
 # of norm [3, columns] and weight [E, columns]: center's channels, then channel c at position o in column C + c * K + o

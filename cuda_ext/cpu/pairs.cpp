@@ -324,17 +324,15 @@ std::tuple<Tensor, Tensor> attend_pairs(const Tensor& center, const Tensor& arou
   });
 }
 
-AttendGradients attend_pairs_backward(const Tensor& grad, const Tensor& softmax, const Tensor& center,
+AttendGradients attend_pairs_backward(const Tensor& grad, const Tensor& y, const Tensor& softmax, const Tensor& center,
                                       const Tensor& around, const Tensor& norm, const Tensor& weight1,
                                       const Tensor& shift2, const Tensor& weight2, const Tensor& beta,
                                       int64_t kernel_size, int64_t products, bool) {
   SAN_SUM_TYPE(center, {
     Problem<T> problem(center, around, norm, kernel_size, products);
     problem.take_mapping(weight1, shift2, weight2), check_same(weight2, center, "weights and maps");
-    check_values({&beta, &grad}, center, problem.p.weights), check_same(beta, center, "beta and the other maps");
-    STD_TORCH_CHECK(softmax.sizes().vec() == std::vector({problem.N, int64_t(2), problem.p.weights, problem.P}),
-                    "softmax must be the second result of attend_pairs");
-    check_same(softmax, center, "softmax and the maps");
+    check_values({&beta, &grad, &y}, center, problem.p.weights), check_same(beta, center, "beta and the other maps");
+    check_softmax(softmax, center, problem.p.weights);
     return attend_backward(problem, grad, softmax, beta);
   });
 }

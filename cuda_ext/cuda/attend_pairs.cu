@@ -1,9 +1,10 @@
-// pair_weights, forward and backward: the layers u = weight1 a1 + shift2 and z = weight2 relu(u), then the softmax over
-// the footprint. Definition: san/ops/fused_reference.py.
+// attend_pairs, forward and backward: the layers u = weight1 a1 + shift2 and z = weight2 relu(u), the softmax over the
+// footprint, and the weighted sum of values. The weights are never stored. Definition: san/ops/fused_reference.py.
 //
-// The gradient of the softmax's input, gz = w (gw - sum_j w gw), is computed once and stored in float. Three launches
-// then compute a1 and u again: the kernel of pair_gradients.cuh runs for center and for around, and another kernel sums
-// the gradients of the layers over pairs.
+// Backward computes the weights twice more: from the side of pixels for the gradient of the logits, gz, which is stored
+// in float, and from the side of their partners for that of the values. Three launches then compute a1 and u again: the
+// kernel of pair_gradients.cuh runs for center and for around, and another kernel sums the gradients of the layers over
+// pairs.
 #include <tuple>
 
 #include "pair_gradients.cuh"
@@ -26,6 +27,12 @@ struct Layers {
                                          float (&u)[S::hidden][4]) const {
     first_layer<S>(p, activation, weight1 + int64_t(chunk) * p.tiles * S::hidden * kWarp + team.lane,
                    shift2 + chunk * 8 * S::hidden + team.column, u);
+  }
+
+  // weight2's operands for a chunk of N tiles of weight channels.
+  template <int N>
+  __device__ __forceinline__ const F* chunk_of_weight2(int chunk) const {
+    return weight2 + int64_t(chunk) * chunks * S::hidden * N * kWarp;
   }
 
   // Adds z of 16 pairs in N tiles of weight channels, whose operands for the lane start at `matrix`.
@@ -69,14 +76,6 @@ class LayerWork : public PairWork {
   const Tensor& shift2_;
 };
 
-// Calls run with a zero of the type of the attention weights.
-template <class Run>
-void with_weight_type(ScalarType type, const Run& run) {
-  if (type == ScalarType::Half) return run(torch::headeronly::Half());
-  if (type == ScalarType::BFloat16) return run(torch::headeronly::BFloat16());
-  run(float());
-}
-
 // The running maximum and sum of a softmax to base 2.
 struct Softmax {
   float most = std::numeric_limits<float>::lowest(), sum = 0;
@@ -110,88 +109,49 @@ __device__ __forceinline__ void merge_over_team(const Team& team, Softmax (&soft
   }
 }
 
-// Two passes over the pairs of 16 pixels: the first finds maxima and sums, the second computes the same z again and
-// writes w [pixels, K, G]. Computing z twice takes less time than writing z, reading it and writing w. weight2 contains
-// the factor log2(e), because powers are to base 2. A block computes one chunk of S::weights tiles of weight channels.
-//
-// Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 16 mma for 16 pairs; reads 20 MB,
-// writes 157 MB (79 MB in half types); 0.1 ms, limited by instruction issue. Measured on an H200: 0.18
-// ms.
-template <class F, class S, class out_t>
-__global__ void __launch_bounds__(kThreads, 1) pair_weights_kernel(Pairs p, Layers<F, S> layers, Plan plan, out_t* w) {
-  constexpr int KG = S::weights;
-  const Job<S::is_whole> job(plan);
-  const Team team(plan.warps);
-  PixelRows<S, false, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
-  const F* weight2 = layers.weight2 + int64_t(job.chunk) * layers.chunks * S::hidden * KG * kWarp + team.lane;
-  const auto visit_all = [&](const auto& visit) {
-    for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
-      rows.move(team, offset);
-      float z[KG][4] = {};
-      layers.add_logits(rows, team, weight2, z);
-      visit(offset.position, z);
-    }
-  };
-  Softmax softmax[4 * KG];
-  visit_all([&](int, const float (&z)[KG][4]) {
-    SAN_UNROLL
-    for (int n = 0; n < 4 * KG; ++n) softmax[n].add(z[n / 4][n % 4]);
-  });
-  merge_over_team(team, softmax);
-  SAN_UNROLL
-  for (int n = 0; n < 4 * KG; ++n) softmax[n].most += std::log2(softmax[n].sum);
-  visit_all([&](int position, const float (&z)[KG][4]) {
-    SAN_UNROLL
-    for (int n = 0; n < 2 * KG; ++n) {
-      const Pixel<false>& pixel = rows.pixels[n % 2];
-      const int G = layers.G, first = (job.chunk * KG + n / 2) * 8 + team.column;
-      if (!pixel.exists || first >= G) continue;
-      Pack<2, out_t> two;
-      SAN_UNROLL
-      for (int k = 0; k < 2; ++k) {
-        two.data[k] = static_cast<out_t>(power_of_two(z[n / 2][n % 2 * 2 + k] - softmax[2 * n + k].most));
-      }
-      out_t* out = w + (int64_t(pixel.index) * p.positions() + position) * G + first;
-      if (G % 2 == 0) {
-        two.store(out);
-      } else {
-        out[0] = two.data[0];
-        if (first + 1 < G) out[1] = two.data[1];
-      }
-    }
-  });
-}
+// Per pixel and weight channel, padded to whole tiles: the binary logarithm of the sum of the softmax, and sum_j w
+// grad_w, which is the sum over the values that share a weight of y times its gradient.
+struct SoftmaxSums {
+  const float* softmax;
+  Floats y, grad;
+  Values v;
+  int size;  // pixels of an image
+  int64_t elements;
+  float *logs, *dots;  // [pixels, g_tiles * 8]
 
-template <class F, class S, class out_t>
-void forward(LayerWork& work, out_t* w) {
-  const Pairs& p = work.pairs;
-  constexpr double kLog2e = 1.4426950408889634;
-  const int chunks = work.chunks(S::hidden);
-  const auto shift2 = work.shift2(S::hidden);
-  const auto weight1 = work.matrix<F>(work.layer1, S::hidden, p.tiles);
-  const auto weight2 = work.matrix<F>(work.layer2.times(kLog2e), S::weights, chunks * S::hidden);
-  prepare(work.stream(), work.center, work.around, shift2, weight1, weight2);
-  const Layers<F, S> layers{work.G, chunks, weight1.to, shift2.to, weight2.to};
-  const Plan plan = Plan::for_groups(p, (p.pixels() + 15) / 16, weight2.chunks);
-  SAN_LAUNCH_SHARED((pair_weights_kernel<F, S, out_t>), plan.grid(), kThreads,
-                    plan.warps > 1 ? kWarps * 4 * S::weights * kWarp * sizeof(Softmax) : 0, work.stream(), p, layers,
-                    plan, w);
-}
+  __device__ __forceinline__ void write(int64_t index) const {
+    const unsigned width = v.g_tiles * 8;
+    const int pixel = static_cast<int>(static_cast<uint32_t>(index) / width), image = pixel / size;
+    const int g = static_cast<int>(index - int64_t(pixel) * width);
+    const float* found = softmax + (int64_t(image) * 2 * v.G + g) * size + pixel - image * size;
+    logs[index] = g < v.G ? found[0] * 1.4426950408889634f - std::log2(found[int64_t(v.G) * size]) : 0;
+    double dot = 0;
+    for (int s = 0; s < v.shares && g < v.G; ++s) {
+      const int64_t at = int64_t(pixel) * v.values() + s * v.G + g;
+      dot += y.get(at) * grad.get(at);
+    }
+    dots[index] = static_cast<float>(dot);
+  }
+  // Two adjacent channels of `sums`, which are the logs or the dots.
+  static __device__ __forceinline__ Pack<2, float> of(const float* sums, const Values& v, int pixel, int channel) {
+    return Pack<2, float>::load(row_at(sums + channel, pixel, v.g_tiles * 8 * static_cast<int>(sizeof(float))));
+  }
+};
 
 // Weights and weighted sums in one pass: the powers of 2 are relative to a reference, which is raised only if a logit
 // exceeds it by far, because that changes all sums. A block computes kTiles tiles of weight channels.
 //
 // Predicted for SAN10's stage 2 at batch 32 on an H100, TF32: 8 mma for 16 pairs; reads 60 MB, writes 26 MB; 0.07 ms,
 // limited by instruction issue.
-template <class F, class S, int kTiles, class V>
-__global__ void __launch_bounds__(kThreads, 1)
-    attend_pairs_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v, const float* beta, V* y, float* softmax) {
+template <class F, class S, int kTiles>
+__global__ void __launch_bounds__(kThreads, 1) attend_pairs_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v,
+                                                                   const float* beta, Floats y, float* softmax) {
   constexpr int kStates = 4 * kTiles;
   constexpr float kMostAbove = 6;  // powers of 2
   const Job<S::is_whole && kTiles == S::weights> job(plan);
   const Team team(plan.warps);
   PixelRows<S, false, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
-  const F* weight2 = layers.weight2 + int64_t(job.chunk) * layers.chunks * S::hidden * kTiles * kWarp + team.lane;
+  const F* weight2 = layers.template chunk_of_weight2<kTiles>(job.chunk) + team.lane;
   const float* values = beta + v.value_at(job.chunk * kTiles, team.column);
   Softmax state[kStates];
   float sums[kTiles][kShares][4] = {};
@@ -258,64 +218,138 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <class F, class S, class V>
-void attend(LayerWork& work, const Tensor& beta, V* y, float* softmax) {
-  const Pairs& p = work.pairs;
-  constexpr double kLog2e = 1.4426950408889634;
-  constexpr int kTiles = S::weights > 2 ? 2 : S::weights;  // more sums would not fit into registers
-  const int chunks = work.chunks(S::hidden);
-  const auto shift2 = work.shift2(S::hidden);
-  const auto weight1 = work.matrix<F>(work.layer1, S::hidden, p.tiles);
-  const auto weight2 = work.matrix<F>(work.layer2.times(kLog2e), kTiles, chunks * S::hidden);
-  Values v = values_of(beta, work.G);
-  v.g_tiles = weight2.chunks * kTiles;  // so that every chunk has values
-  const ValueMap values(work, beta, work.f, v, 0);
-  prepare(work.stream(), work.center, work.around, shift2, weight1, weight2, values);
-  const Layers<F, S> layers{work.G, chunks, weight1.to, shift2.to, weight2.to};
-  const Plan plan = Plan::for_groups(p, (p.pixels() + 15) / 16, weight2.chunks);
-  constexpr size_t kBytes = std::max(kWarps * 4 * kTiles * kWarp * sizeof(Softmax), bytes_of_team_sums(4 * kShares));
-  SAN_LAUNCH_SHARED((attend_pairs_kernel<F, S, kTiles, V>), plan.grid(), kThreads, plan.warps > 1 ? kBytes : 0,
-                    work.stream(), p, layers, plan, v, values.to, y, softmax);
-}
-
-// A tensor [N, G, K, P] in any memory order.
-template <class weight_t>
-struct Strided {
-  const weight_t* data;
-  int64_t image, channel, position, pixel;
-
-  explicit Strided(const Tensor& x)
-      : data(x.const_data_ptr<weight_t>()),
-        image(x.stride(0)),
-        channel(x.stride(1)),
-        position(x.stride(2)),
-        pixel(x.stride(3)) {}
-};
-
-// Computes gz [pixels + 1, K, pitch], rounded for products of operands F; its last pixel is zeros. There is one thread
-// for each pixel and weight channel. `pitch` is even.
+// The gradient of the logits, gz = w (grad_w - sum_j w grad_w), of each pixel, position and weight channel, rounded for
+// products of operands F. The weights are computed again, and grad_w is the product of the gradient of y at the pixel
+// and the values at its partner. A block computes kTiles tiles of weight channels.
 //
-// Predicted for SAN10's stage 2 at batch 32 on an H100: reads 314 MB, and again from the L2 cache; writes 157 MB; 0.16
-// ms, of memory bandwidth. Measured on an H200: 0.30 ms.
-template <class F, class weight_t>
-__global__ void logit_gradient_kernel(Strided<weight_t> w, Strided<weight_t> grad, int pixels, int positions, int G,
-                                      int pitch, int64_t elements, float* gz) {
-  SAN_FOR_EACH(index, elements) {
-    const int64_t at = index / pitch;
-    const int channel = static_cast<int>(index - at * pitch);
-    const int64_t image = at / pixels, pixel = at - image * pixels;
-    const weight_t* weight = w.data + image * w.image + channel * w.channel + pixel * w.pixel;
-    const weight_t* gradient = grad.data + image * grad.image + channel * grad.channel + pixel * grad.pixel;
-    const bool exists = channel < G && index < elements - pitch;
-    float mean = 0;
-    for (int64_t j = 0; exists && j < positions; ++j) {
-      mean += static_cast<float>(weight[j * w.position]) * static_cast<float>(gradient[j * grad.position]);
-    }
-    float* out = gz + at * positions * pitch + channel;
-    for (int j = 0; j < positions; ++j, out += pitch, weight += w.position, gradient += grad.position) {
-      *out = exists ? F::rounded(static_cast<float>(*weight) * (static_cast<float>(*gradient) - mean)) : 0;
+// Predicted for SAN10's stage 2 at batch 32 on an H100, TF32: 8 mma for 16 pairs; reads 90 MB, writes 157 MB; 0.08 ms,
+// limited by instruction issue.
+template <class F, class S, int kTiles>
+__global__ void __launch_bounds__(kThreads, 1)
+    logit_gradient_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v, const float* beta, const float* grad,
+                          SoftmaxSums sums, int pitch, float* gz) {
+  const Job<S::is_whole && kTiles == S::weights> job(plan);
+  const Team team(plan.warps);
+  PixelRows<S, false, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
+  const F* weight2 = layers.template chunk_of_weight2<kTiles>(job.chunk) + team.lane;
+  const int first = v.value_at(job.chunk * kTiles, team.column), channel = job.chunk * kTiles * 8 + team.column;
+  Pack<2, float> own[kTiles][2][kShares], log_sum[kTiles][2], dot[kTiles][2];
+  SAN_UNROLL
+  for (int n = 0; n < 2 * kTiles; ++n) {
+    const int tile = n / 2, pixel = rows.pixels[n % 2].index;
+    log_sum[tile][n % 2] = sums.of(sums.logs, v, pixel, channel + 8 * tile);
+    dot[tile][n % 2] = sums.of(sums.dots, v, pixel, channel + 8 * tile);
+    const float* grads = row_at(grad + first + v.value_at(tile, 0), pixel, v.value_bytes());
+    SAN_UNROLL
+    for (int s = 0; s < kShares; ++s) own[tile][n % 2][s] = Pack<2, float>::load(grads + 8 * s);
+  }
+  for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
+    rows.move(team, offset);
+    float z[kTiles][4] = {};
+    layers.add_logits(rows, team, weight2, z);
+    SAN_UNROLL
+    for (int n = 0; n < 2 * kTiles; ++n) {
+      const int tile = n / 2, i = n % 2;
+      const float* values = row_at(beta + first + v.value_at(tile, 0), rows.partner[i], v.value_bytes());
+      float to_w[2] = {};
+      SAN_UNROLL
+      for (int s = 0; s < kShares; ++s) {
+        const auto value = Pack<2, float>::load(values + 8 * s);
+        to_w[0] += own[tile][i][s].data[0] * value.data[0], to_w[1] += own[tile][i][s].data[1] * value.data[1];
+      }
+      Pack<2, float> two;
+      SAN_UNROLL
+      for (int k = 0; k < 2; ++k) {
+        const float w = power_of_two(z[tile][2 * i + k] - log_sum[tile][i].data[k]);
+        two.data[k] = F::rounded(w * (to_w[k] - dot[tile][i].data[k]));
+      }
+      if (!rows.pixels[i].exists || channel + 8 * tile >= pitch) continue;
+      two.store(gz + (int64_t(rows.pixels[i].index) * p.positions() + offset.position) * pitch + channel + 8 * tile);
     }
   }
+}
+
+// The gradient of beta on the padded grid, [padded pixels, values()]: the sums of w and the gradients of y over the
+// pixels whose footprints contain the padded pixel. The weights are computed again.
+//
+// Predicted for SAN10's stage 2 at batch 32 on an H100, TF32: 1.23 times the products of attend_pairs_kernel; reads 60
+// MB, writes 32 MB; 0.09 ms, limited by instruction issue.
+template <class F, class S, int kTiles>
+__global__ void __launch_bounds__(kThreads, 1)
+    value_gradient_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v, const float* grad, SoftmaxSums softmax,
+                          Floats out) {
+  const Job<S::is_whole && kTiles == S::weights> job(plan);
+  const Team team(plan.warps);
+  PixelRows<S, true, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
+  const F* weight2 = layers.template chunk_of_weight2<kTiles>(job.chunk) + team.lane;
+  const int channel = job.chunk * kTiles * 8 + team.column;
+  float sums[kTiles][kShares][4] = {};
+  for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
+    rows.move(team, offset);
+    if (!__any_sync(~0u, rows.is_pair[0] || rows.is_pair[1])) continue;
+    float z[kTiles][4] = {};
+    layers.add_logits(rows, team, weight2, z);
+    SAN_UNROLL
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const float* grads[2];
+      SAN_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const auto log_sum = softmax.of(softmax.logs, v, rows.partner[i], channel + 8 * tile);
+        SAN_UNROLL
+        for (int k = 0; k < 2; ++k) {
+          float& w = z[tile][2 * i + k];
+          w = rows.is_pair[i] ? power_of_two(w - log_sum.data[k]) : 0;
+        }
+        const int pixel = rows.is_pair[i] ? rows.partner[i] : static_cast<int>(p.pixels());  // the last one is zeros
+        grads[i] = row_at(grad + v.value_at(job.chunk * kTiles + tile, team.column), pixel, v.value_bytes());
+      }
+      add_weighted(z[tile], grads, sums[tile]);
+    }
+  }
+  SAN_UNROLL
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (team.warps > 1) sum_over_team(team, reinterpret_cast<float*>(shared_memory_base()), sums[tile]);
+    if (team.member == 0) store_values(v, rows.pixels, job.chunk * kTiles + tile, team, sums[tile], out);
+  }
+}
+
+// A call with values: the layers and the values as the three kernels above read them, and the jobs that prepare them.
+template <class F, class S>
+struct ValueWork : LayerWork {
+  static constexpr int kTiles = S::weights > 2 ? 2 : S::weights;  // more sums would not fit into registers
+
+  const PaddedVector shift2;
+  const PackedMatrix<F> weight1, weight2;
+  const Values v;
+  const ValueMap values;
+  const Layers<F, S> layers;
+
+  ValueWork(S stage, const Tensor& center, const Tensor& around, const Tensor& norm, const Footprint& f,
+            const Tensor& weight1, const Tensor& shift2, const Tensor& weight2, const Tensor& beta)
+      : LayerWork(stage, center, around, norm, f, weight1, shift2, weight2),
+        shift2(LayerWork::shift2(S::hidden)),
+        weight1(matrix<F>(layer1, S::hidden, pairs.tiles)),
+        weight2(matrix<F>(layer2.times(1.4426950408889634), kTiles, chunks(S::hidden) * S::hidden)),  // log2(e)
+        v(values_of(beta, G, this->weight2.chunks * kTiles)),
+        values(*this, beta, f, v, 0),
+        layers{G, chunks(S::hidden), this->weight1.to, this->shift2.to, this->weight2.to} {}
+
+  // Calls launch(plan, bytes of shared memory) for groups of 16 of these pixels.
+  template <class Launch>
+  void with_plan(int64_t pixels, const Launch& launch) const {
+    const Plan plan = Plan::for_groups(pairs, (pixels + 15) / 16, weight2.chunks);
+    constexpr size_t kBytes = std::max(kWarps * 4 * kTiles * kWarp * sizeof(Softmax), bytes_of_team_sums(4 * kShares));
+    launch(plan, plan.warps > 1 ? kBytes : 0);
+  }
+};
+
+template <class F, class S>
+void forward(ValueWork<F, S>& work, const Tensor& y, float* softmax) {
+  prepare(work.stream(), work.center, work.around, work.shift2, work.weight1, work.weight2, work.values);
+  work.with_plan(work.pairs.pixels(), [&](const Plan& plan, size_t bytes) {
+    SAN_LAUNCH_SHARED((attend_pairs_kernel<F, S, work.kTiles>), plan.grid(), kThreads, bytes, work.stream(), work.pairs,
+                      work.layers, plan, work.v, work.values.to, Floats(y), softmax);
+  });
 }
 
 // gz for the kernels. gz of pixel i and position o starts at (i * K + o) * pitch; it is 0 for pixels that do not exist.
@@ -497,22 +531,49 @@ struct PlaceLayers {
 
 struct LayerGradients {
   PairGradients pairs;
-  Tensor weight1, shift2, weight2;
+  Tensor weight1, shift2, weight2, beta;
 };
 
+// Computes gz, and writes the gradient of beta.
 template <class F, class S>
-void backward(LayerWork& work, const LogitGradients& gz, LayerGradients& out) {
+LogitGradients logit_gradients(ValueWork<F, S>& work, const Tensor& grad, const Tensor& y, const Tensor& softmax,
+                               const Tensor& to_beta) {
+  const Pairs& p = work.pairs;
+  const Values& v = work.v;
+  const int pitch = (work.G + 1) / 2 * 2;
+  const int64_t gz_size = p.pixels() * p.positions() * pitch, sums_size = p.pixels() * v.g_tiles * 8;
+  float *gz = work.take(gz_size + p.positions() * pitch), *padded = work.take(p.padded_pixels() * v.values());
+  const PaddedVector missing{nullptr, 0, p.positions() * pitch, gz + gz_size};
+  const ValueMap grads(work, grad, {1, work.f.height, work.f.width}, v, 1);
+  const SoftmaxSums sums{work.keep_float(softmax), work.keep(y), work.keep(grad),      v,
+                         p.height * p.width,       sums_size,    work.take(sums_size), work.take(sums_size)};
+  prepare(work.stream(), work.center, work.around, work.shift2, work.weight1, work.weight2);
+  prepare(work.stream(), work.values, grads, sums, missing);
+  work.with_plan(p.pixels(), [&](const Plan& plan, size_t) {
+    SAN_LAUNCH_SHARED((logit_gradient_kernel<F, S, work.kTiles>), plan.grid(), kThreads, 0, work.stream(), p,
+                      work.layers, plan, v, work.values.to, grads.to, sums, pitch, gz);
+  });
+  work.with_plan(p.padded_pixels(), [&](const Plan& plan, size_t bytes) {
+    SAN_LAUNCH_SHARED((value_gradient_kernel<F, S, work.kTiles>), plan.grid(), kThreads, bytes, work.stream(), p,
+                      work.layers, plan, v, grads.to, sums, Floats(padded));
+  });
+  fold_values(work.stream(), padded, work.f, v, to_beta);
+  return {gz, pitch, tiles_for(work.G), static_cast<int>(p.pixels())};
+}
+
+template <class F, class S>
+void backward(ValueWork<F, S>& work, const LogitGradients& gz, LayerGradients& out) {
   const Pairs& p = work.pairs;
   const int chunks = work.chunks(S::hidden), hidden_tiles = chunks * S::hidden;
   const Matrix back1 = work.layer1.transposed(), back2 = work.layer2.transposed();
-  const auto weight1 = work.matrix<F>(work.layer1, S::hidden, p.tiles);
-  const auto weight2 = work.matrix<F>(back2, S::hidden, gz.tiles);
-  const auto back = work.matrix<F>(back1, S::relation, hidden_tiles);
+  const auto weight2 = work.template matrix<F>(back2, S::hidden, gz.tiles);
+  const auto back = work.template matrix<F>(back1, S::relation, hidden_tiles);
   // For layer_gradient_kernel.
-  const auto left1 = work.matrix<F>(work.layer1, 2, p.tiles), left2 = work.matrix<F>(back2, 2, gz.tiles);
-  const auto shift2 = work.shift2(S::hidden), left_shift2 = work.shift2(2);
-  prepare(work.stream(), work.center, work.around, weight1, weight2, back, left1, left2, shift2, left_shift2);
-  const Layers<F, S> layers{work.G, chunks, weight1.to, shift2.to, weight2.to};
+  const auto left1 = work.template matrix<F>(work.layer1, 2, p.tiles),
+             left2 = work.template matrix<F>(back2, 2, gz.tiles);
+  const auto left_shift2 = work.LayerWork::shift2(2);
+  prepare(work.stream(), weight2, back, left1, left2, left_shift2);
+  const Layers<F, S> layers{work.G, chunks, work.weight1.to, work.shift2.to, weight2.to};
   pair_gradients<F, S>(work, LayersSource<F, S>{gz, layers, back.to}, out.pairs);
   constexpr int KG = kLogitTiles<S>;
   const int column_chunks = (p.tiles + S::relation - 1) / S::relation,
@@ -530,34 +591,6 @@ void backward(LayerWork& work, const LogitGradients& gz, LayerGradients& out) {
   sum_rows(PartialSums<float>{partial, layout.size}, plan.blocks, layout.size, place, work.stream());
 }
 
-template <class F, class weight_t>
-LogitGradients logit_gradients(LayerWork& work, const Tensor& w, const Tensor& grad) {
-  const Pairs& p = work.pairs;
-  const int pitch = (work.G + 1) / 2 * 2;
-  const int64_t elements = (p.pixels() + 1) * pitch;
-  float* gz = work.take(elements * p.positions());
-  SAN_LAUNCH((logit_gradient_kernel<F, weight_t>), blocks_for(elements), kThreads, work.stream(), Strided<weight_t>(w),
-             Strided<weight_t>(grad), p.height * p.width, p.positions(), work.G, pitch, elements, gz);
-  return {gz, pitch, tiles_for(work.G), static_cast<int>(p.pixels())};
-}
-
-Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight1,
-                    const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products, bool tf32) {
-  const Footprint f = check_pairs(center, around, norm, kernel_size, products);
-  check_pair_layers(center, weight1, shift2, weight2);
-  check_supported(center, products, weight1.size(0) > 0);
-  const OperatorGuard guard("pair_weights", center);
-  Tensor w = torch::stable::new_empty(weight2, {center.size(0), f.pixels(), f.positions(), weight2.size(0)});
-  if (w.numel() > 0) {
-    const ScalarType type = weight2.scalar_type();
-    with_stage(type, tf32, center.size(3), weight1.size(0), weight2.size(0), [&]<class F, class S>(F, S stage) {
-      LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
-      with_weight_type(type, [&]<class out_t>(out_t) { forward<F, S>(work, w.mutable_data_ptr<out_t>()); });
-    });
-  }
-  return torch::stable::transpose(w, 1, 3);
-}
-
 std::tuple<Tensor, Tensor> attend_pairs(const Tensor& center, const Tensor& around, const Tensor& norm,
                                         const Tensor& weight1, const Tensor& shift2, const Tensor& weight2,
                                         const Tensor& beta, int64_t kernel_size, int64_t products, bool tf32) {
@@ -570,44 +603,40 @@ std::tuple<Tensor, Tensor> attend_pairs(const Tensor& center, const Tensor& arou
   Tensor softmax = torch::stable::new_empty(center, {center.size(0), 2, G, f.pixels()});
   if (y.numel() > 0) {
     with_stage(weight2.scalar_type(), tf32, center.size(3), weight1.size(0), G, [&]<class F, class S>(F, S stage) {
-      LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
-      with_value_type(beta, [&]<class V>(V) {
-        attend<F, S>(work, beta, y.mutable_data_ptr<V>(), softmax.mutable_data_ptr<float>());
-      });
+      ValueWork<F, S> work(stage, center, around, norm, f, weight1, shift2, weight2, beta);
+      forward(work, y, softmax.mutable_data_ptr<float>());
     });
   }
   return {y, softmax};
 }
 
-using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Backward pair_weights_backward(const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& around,
-                               const Tensor& norm, const Tensor& weight1, const Tensor& shift2, const Tensor& weight2,
-                               int64_t kernel_size, int64_t products, bool tf32) {
+Backward attend_pairs_backward(const Tensor& grad, const Tensor& y, const Tensor& softmax, const Tensor& center,
+                               const Tensor& around, const Tensor& norm, const Tensor& weight1, const Tensor& shift2,
+                               const Tensor& weight2, const Tensor& beta, int64_t kernel_size, int64_t products,
+                               bool tf32) {
   const Footprint f = check_pairs(center, around, norm, kernel_size, products);
-  check_pair_layers(center, weight1, shift2, weight2);
-  check_pair_gradient(grad, w, center, weight2, f);
+  check_pair_layers(center, weight1, shift2, weight2), check_values({&beta, &grad, &y}, center, weight2.size(0));
+  check_softmax(softmax, center, weight2.size(0));
   check_supported(center, products, weight1.size(0) > 0);
-  const OperatorGuard guard("pair_weights_backward", center);
+  const OperatorGuard guard("attend_pairs_backward", center);
   const auto zeros = [](const Tensor& x) { return torch::stable::new_zeros(x, x.sizes()); };
-  LayerGradients out{{center, norm}, zeros(weight1), zeros(shift2), zeros(weight2)};
-  if (w.numel() > 0) {
-    const ScalarType type = weight2.scalar_type();
-    with_stage(type, tf32, center.size(3), weight1.size(0), weight2.size(0), [&]<class F, class S>(F, S stage) {
-      LayerWork work(stage, center, around, norm, f, weight1, shift2, weight2);
-      with_weight_type(type, [&]<class weight_t>(weight_t) {
-        backward<F, S>(work, logit_gradients<F, weight_t>(work, w, grad), out);
-      });
-    });
+  LayerGradients out{{center, norm}, zeros(weight1), zeros(shift2), zeros(weight2), zeros(beta)};
+  if (beta.numel() > 0) {
+    with_stage(weight2.scalar_type(), tf32, center.size(3), weight1.size(0), weight2.size(0),
+               [&]<class F, class S>(F, S stage) {
+                 ValueWork<F, S> work(stage, center, around, norm, f, weight1, shift2, weight2, beta);
+                 backward(work, logit_gradients(work, grad, y, softmax, out.beta), out);
+               });
   }
-  return {out.pairs.center, out.pairs.around, out.pairs.norm, out.weight1, out.shift2, out.weight2};
+  return {out.pairs.center, out.pairs.around, out.pairs.norm, out.weight1, out.shift2, out.weight2, out.beta};
 }
 
 }  // namespace
 }  // namespace san::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(SAN_LIBRARY, SAN_DEVICE, m) {
-  m.impl("pair_weights", TORCH_BOX(&san::cuda::pair_weights));
-  m.impl("pair_weights_backward", TORCH_BOX(&san::cuda::pair_weights_backward));
   m.impl("attend_pairs", TORCH_BOX(&san::cuda::attend_pairs));
+  m.impl("attend_pairs_backward", TORCH_BOX(&san::cuda::attend_pairs_backward));
 }

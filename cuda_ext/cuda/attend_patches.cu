@@ -75,8 +75,8 @@ __device__ __forceinline__ const float* row_of(const Attention<F>& p, const floa
 // Predicted for SAN10's stage 2 at batch 32 (E = G = 8, 64 value channels, k = 7, 56x56) on an H100, TF32: reads 35 MB,
 // writes 26 MB; 0.3 G products by tensor cores, 315 M others; no shared memory, or 16 KB where several warps share
 // pixels; 0.02 ms, limited by instruction issue.
-template <class F, int kDepth, class V>
-__global__ void __launch_bounds__(kThreads) attend_kernel(Attention<F> p, int warps, V* out) {
+template <class F, int kDepth>
+__global__ void __launch_bounds__(kThreads) attend_kernel(Attention<F> p, int warps, Floats out) {
   const Team team(warps);
   const int task = blockIdx.x * (kWarps / warps) + team.index, block = task / p.g_tiles,
             tile = task - block * p.g_tiles;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(Attention<F> p, int wa
 //
 // Predicted as above: reads 32 MB, writes 32 MB; 1.23 times the products; 0.05 ms, limited by instruction issue.
 template <class F, int kDepth>
-__global__ void __launch_bounds__(kThreads) attend_around_kernel(Attention<F> p, int warps, float* out) {
+__global__ void __launch_bounds__(kThreads) attend_around_kernel(Attention<F> p, int warps, Floats out) {
   const Team team(warps);
   const int task = blockIdx.x * (kWarps / warps) + team.index, block = task / p.g_tiles,
             tile = task - block * p.g_tiles;
@@ -261,14 +261,6 @@ __global__ void place_layer_kernel(const float* from, int positions, int G, int 
   }
 }
 
-template <class V>
-__global__ void fold_values_kernel(const float* padded, Footprint f, int channels, int64_t elements, V* out) {
-  SAN_FOR_EACH(index, elements) {
-    const int64_t pixel = index / channels;
-    out[index] = static_cast<V>(folded(padded, f, channels, pixel, static_cast<int>(index - pixel * channels)));
-  }
-}
-
 // Calls run with the number of tiles of hidden channels.
 template <class Run>
 void with_depth(int e_tiles, const Run& run) {
@@ -296,7 +288,8 @@ class AttentionWork : public Workspace {
 
   AttentionWork(const Inputs& x, const Footprint& f, bool is_backward) : Workspace(x.hidden), f(f) {
     static_cast<Grid&>(p) = grid_of(x.beta, f);
-    static_cast<Values&>(p) = values_of(x.beta, x.weight.size(0) / f.positions());
+    const int64_t G = x.weight.size(0) / f.positions();
+    static_cast<Values&>(p) = values_of(x.beta, G, tiles_for(G));
     p.E = static_cast<int>(x.hidden.size(3)), p.e_tiles = 1;
     while (p.e_tiles * 8 < p.E) p.e_tiles *= 2;
     // Indices of the padded weights must fit into 32 bits.
@@ -325,20 +318,19 @@ class AttentionWork : public Workspace {
   }
 };
 
-template <class F, class V>
-void forward(AttentionWork<F>& work, Tensor& y) {
+template <class F>
+void forward(AttentionWork<F>& work, const Tensor& y) {
   const Attention<F>& p = work.p;
   prepare(work.stream(), work.hidden, work.weight, work.bias, work.beta);
   with_depth(p.e_tiles, [&](auto depth) {
     constexpr int kDepth = decltype(depth)::value;
     work.with_teams((p.pixels() + 15) / 16 * p.g_tiles, kShares * 4, [&](int warps, int blocks, size_t bytes) {
-      SAN_LAUNCH_SHARED((attend_kernel<F, kDepth, V>), blocks, kThreads, bytes, work.stream(), p, warps,
-                        y.mutable_data_ptr<V>());
+      SAN_LAUNCH_SHARED((attend_kernel<F, kDepth>), blocks, kThreads, bytes, work.stream(), p, warps, Floats(y));
     });
   });
 }
 
-template <class F, class V>
+template <class F>
 void backward(AttentionWork<F>& work, const Tensor& grad, Inputs& out) {
   Attention<F>& p = work.p;
   const ValueMap grads(work, grad, {1, work.f.height, work.f.width}, p, 1);
@@ -352,15 +344,15 @@ void backward(AttentionWork<F>& work, const Tensor& grad, Inputs& out) {
   with_depth(p.e_tiles, [&](auto depth) {
     constexpr int kDepth = decltype(depth)::value;
     work.with_teams((p.padded_pixels() + 15) / 16 * p.g_tiles, kShares * 4, [&](int warps, int blocks, size_t bytes) {
-      SAN_LAUNCH_SHARED((attend_around_kernel<F, kDepth>), blocks, kThreads, bytes, work.stream(), p, warps, padded);
+      SAN_LAUNCH_SHARED((attend_around_kernel<F, kDepth>), blocks, kThreads, bytes, work.stream(), p, warps,
+                        Floats(padded));
     });
     work.with_teams((p.pixels() + 15) / 16, kDepth * 4, [&](int warps, int blocks, size_t bytes) {
       SAN_LAUNCH_SHARED((attend_center_kernel<F, kDepth>), blocks, kThreads, bytes, work.stream(), p, warps,
                         weights.mutable_data_ptr<float>(), out.hidden.mutable_data_ptr<float>());
     });
   });
-  SAN_LAUNCH(fold_values_kernel<V>, blocks_for(out.beta.numel()), kThreads, work.stream(), padded, work.f, p.values(),
-             out.beta.numel(), out.beta.mutable_data_ptr<V>());
+  fold_values(work.stream(), padded, work.f, p, out.beta);
   const Tensor layer = torch::stable::matmul(torch::stable::transpose(weights, 0, 1), ones);
   const int64_t elements = int64_t(rows) * (p.E + 1);
   SAN_LAUNCH(place_layer_kernel, blocks_for(elements), kThreads, work.stream(), layer.const_data_ptr<float>(),
@@ -385,7 +377,7 @@ Tensor attend_patches(const Tensor& hidden, const Tensor& weight, const Tensor& 
   if (y.numel() == 0) return y;
   with_operand(beta.scalar_type(), tf32, [&]<class F>(F) {
     AttentionWork<F> work({hidden, weight, bias, beta}, f, false);
-    with_value_type(beta, [&]<class V>(V) { forward<F, V>(work, y); });
+    forward(work, y);
   });
   return y;
 }
@@ -401,7 +393,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_patches_backward(const Tensor&
   if (beta.numel() > 0) {
     with_operand(beta.scalar_type(), tf32, [&]<class F>(F) {
       AttentionWork<F> work({hidden, weight, bias, beta}, f, true);
-      with_value_type(beta, [&]<class V>(V) { backward<F, V>(work, grad, out); });
+      backward(work, grad, out);
     });
   }
   return {out.hidden, out.weight, out.bias, out.beta};

@@ -126,18 +126,26 @@ struct Floats {
   Floats() = default;
   explicit Floats(const Tensor& x) : data(const_cast<void*>(x.const_data_ptr())), type(x.scalar_type()) {}
 
+  explicit Floats(float* x) : data(x) {}
+
   SAN_HOST_DEVICE double get(int64_t i) const {
     if (type == ScalarType::Float) return static_cast<const float*>(data)[i];
     if (type == ScalarType::Double) return static_cast<const double*>(data)[i];
     if (type == ScalarType::Half) return static_cast<const torch::headeronly::Half*>(data)[i];
     return static_cast<const torch::headeronly::BFloat16*>(data)[i];
   }
-  SAN_HOST_DEVICE void set(int64_t i, double x) const {
-    const float rounded = static_cast<float>(x);
-    if (type == ScalarType::Float) static_cast<float*>(data)[i] = rounded;
+  SAN_HOST_DEVICE void set(int64_t i, float x) const {
+    if (type == ScalarType::Float) static_cast<float*>(data)[i] = x;
     if (type == ScalarType::Double) static_cast<double*>(data)[i] = x;
-    if (type == ScalarType::Half) static_cast<torch::headeronly::Half*>(data)[i] = rounded;
-    if (type == ScalarType::BFloat16) static_cast<torch::headeronly::BFloat16*>(data)[i] = rounded;
+    if (type == ScalarType::Half) static_cast<torch::headeronly::Half*>(data)[i] = x;
+    if (type == ScalarType::BFloat16) static_cast<torch::headeronly::BFloat16*>(data)[i] = x;
+  }
+  SAN_HOST_DEVICE void set(int64_t i, double x) const {
+    if (type == ScalarType::Double) {
+      static_cast<double*>(data)[i] = x;
+    } else {
+      set(i, static_cast<float>(x));
+    }
   }
 };
 

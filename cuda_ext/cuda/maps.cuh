@@ -12,6 +12,9 @@
 namespace san::cuda {
 namespace {
 
+// Tiles of 8 channels.
+inline int tiles_for(int64_t channels) { return static_cast<int>((channels + 7) / 8); }
+
 struct Grid {
   int64_t images;
   int height, width, kernel_size;

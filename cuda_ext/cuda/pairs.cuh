@@ -37,8 +37,6 @@ struct AnySizeAccurate : AnySize {  // for Operand<true>, which needs more regis
   static constexpr int hidden = 2;
 };
 
-inline int tiles_for(int64_t channels) { return static_cast<int>((channels + 7) / 8); }
-
 // Calls run with the operand type of the products, and with the stage that suits the numbers of relation, hidden and
 // weight channels.
 template <class Run>

@@ -19,11 +19,12 @@ struct Values {
   SAN_HOST_DEVICE int value_at(int tile, int column) const { return tile * kShares * 8 + column; }
 };
 
-inline Values values_of(const Tensor& beta, int64_t G) {
+// For weight channels in `g_tiles` tiles.
+inline Values values_of(const Tensor& beta, int64_t G, int64_t g_tiles) {
   const int64_t shares = beta.size(3) / G;
   STD_TORCH_CHECK(shares <= kShares, "on GPUs, at most ", kShares, " value channels may share a weight channel, not ",
                   shares);
-  return {static_cast<int>(G), static_cast<int>(shares), static_cast<int>((G + 7) / 8)};
+  return {static_cast<int>(G), static_cast<int>(shares), static_cast<int>(g_tiles)};
 }
 
 // Copies a map [images, height, width, values()], with reflected borders. After it follow some pixels of zeros.
@@ -82,27 +83,34 @@ __device__ __forceinline__ void add_weighted(const float (&w)[4], const float* c
 }
 
 // Stores the sums of a tile of weight channels in a map [pixels, values()].
-template <class V, class Place>
+template <class Place>
 __device__ __forceinline__ void store_values(const Values& v, const Place (&pixels)[2], int tile, const Team& team,
-                                             const float (&sums)[kShares][4], V* out) {
+                                             const float (&sums)[kShares][4], const Floats& out) {
   SAN_UNROLL
   for (int s = 0; s < kShares; ++s) {
     SAN_UNROLL
     for (int n = 0; n < 4; ++n) {
       const int g = tile * 8 + team.column + n % 2;
       if (pixels[n / 2].exists && s < v.shares && g < v.G) {
-        out[int64_t(pixels[n / 2].index) * v.values() + s * v.G + g] = static_cast<V>(sums[s][n]);
+        out.set(int64_t(pixels[n / 2].index) * v.values() + s * v.G + g, sums[s][n]);
       }
     }
   }
 }
 
-// Calls run with the type of beta, which autocast makes bfloat16.
-template <class Run>
-void with_value_type(const Tensor& beta, const Run& run) {
-  if (beta.scalar_type() == ScalarType::Float) return run(float());
-  STD_TORCH_CHECK(beta.scalar_type() == ScalarType::BFloat16, "on GPUs, beta must be float32 or bfloat16");
-  run(torch::headeronly::BFloat16());
+__global__ void fold_values_kernel(const float* padded, Footprint f, int channels, int64_t elements, Floats out) {
+  SAN_FOR_EACH(index, elements) {
+    const int64_t pixel = index / channels;
+    out.set(index, folded(padded, f, channels, pixel, static_cast<int>(index - pixel * channels)));
+  }
+}
+
+// Writes the gradient of beta, from that of the padded grid [padded pixels, values()].
+template <class Stream>
+void fold_values(Stream stream, const float* padded, const Footprint& f, const Values& v, const Tensor& to_beta) {
+  const int64_t elements = to_beta.numel();
+  SAN_LAUNCH(fold_values_kernel, blocks_for(elements), kThreads, stream, padded, f, v.values(), elements,
+             Floats(to_beta));
 }
 
 }  // namespace

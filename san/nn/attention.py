@@ -153,14 +153,14 @@ class PairwiseAttention(VectorAttention):
         """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
         is_gamma = _has_own_weights(self) and isinstance(self.gamma, Gamma)
         if is_gamma and self.gamma.fuses_pair_values(phi_NRHW, beta_NMHW):
-            maps = self._fused_maps(phi_NRHW, psi_NRHW)
+            maps = self._fused_maps("attend_pairs", phi_NRHW, psi_NRHW)
             if maps is not None:
                 return self.gamma.attend_pairs(maps, beta_NMHW, self.footprint)
         return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
 
     def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, [N, G, K, P]: the weights of a pixel sum to 1 in each weight channel."""
-        maps = self._fused_maps(phi_NRHW, psi_NRHW)
+        maps = self._fused_maps("pair_weights", phi_NRHW, psi_NRHW)
         if maps is not None:
             return self.gamma.pair_weights(maps, self.footprint, phi_NRHW.dtype)
         relation_NdKP = compute(self.relation, PAIRWISE[self.relation], phi_NRHW, psi_NRHW, self.footprint)
@@ -169,12 +169,12 @@ class PairwiseAttention(VectorAttention):
             relation_NdKP = torch.cat((relation_NdKP, position_12KP.expand(phi_NRHW.shape[0], -1, -1, -1)), 1)
         return self.gamma(relation_NdKP).softmax(dim=2)
 
-    def _fused_maps(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> PairMaps | None:
-        """What the fused operators read, or None if they do not compute this relation and mapping."""
+    def _fused_maps(self, operator: str, phi_NRHW: Tensor, psi_NRHW: Tensor) -> PairMaps | None:
+        """What a fused operator reads, or None if it does not compute this relation and mapping."""
         pairs = PAIRWISE[self.relation].pairs
         is_usual = isinstance(self.gamma, Gamma) and (self.position is None or is_plain(self.position, Position))
         maps = pairs(phi_NRHW, psi_NRHW) if pairs is not None and is_usual else None
-        if maps is None or not self.gamma.fuses_pairs(maps):
+        if maps is None or not self.gamma.fuses_pairs(operator, maps):
             return None
         return maps if self.position is None else self.position.appended_to(maps)
 

@@ -80,23 +80,23 @@ class Gamma(nn.Sequential):
             x_NCHW = convolve(self[at + 2], norm_relu(self[at], self[at + 1], x_NCHW))
         return x_NCHW
 
-    def fuses_pairs(self, maps: PairMaps) -> bool:
-        """Whether `pair_weights` can replace the layers. On a GPU, only LRL of float32 differences is fused, and only with few
-        channels."""
+    def fuses_pairs(self, operator: str, maps: PairMaps) -> bool:
+        """Whether `operator`, `pair_weights` or `attend_pairs`, can replace the layers. GPUs have only the second, for LRL of
+        float32 differences with few channels."""
         layers, x = len(self), maps.center
-        if not fuses("pair_weights", x) or layers not in (3, 6) or not self._is_plain(layers) or x.numel() == 0:
+        if not fuses(operator, x) or layers not in (3, 6) or not self._is_plain(layers) or x.numel() == 0:
             return False
         norm = self[0]  # has the channels of the position, too, which the maps still lack
         is_narrow = isinstance(norm, nn.BatchNorm2d) and norm.num_features <= MOST_CHANNELS
         return not x.is_cuda or (layers == 6 and maps.products == 0 and x.dtype != torch.float64 and is_narrow)
 
     def fuses_pair_values(self, phi_NRHW: Tensor, beta_NMHW: Tensor) -> bool:
-        """Whether `attend_pairs` can replace `pair_weights` and the aggregation, if `fuses_pairs`."""
+        """Whether the types and sizes suit `attend_pairs`, if `fuses_pairs`."""
         last = self[-1]
-        if not isinstance(last, nn.Conv2d) or len(self) > 6 or not fuses("attend_pairs", beta_NMHW):
+        if not isinstance(last, nn.Conv2d) or len(self) > 6:
             return False
         if beta_NMHW.is_cuda:
-            return _fuses_values_on_gpu(last, last.out_channels, beta_NMHW)
+            return _fuses_values_on_gpu(last.out_channels, beta_NMHW)
         return {phi_NRHW.dtype, beta_NMHW.dtype, last.weight.dtype} in ({torch.float32}, {torch.float64})
 
     def fuses_patches(self, x_NRHW: Tensor) -> bool:
@@ -113,7 +113,8 @@ class Gamma(nn.Sequential):
         if len(self) == 3 or last.bias is None:  # the only layer is part of `patch_linear`
             return False
         if beta_NMHW.is_cuda:
-            return last.in_channels <= 64 and _fuses_values_on_gpu(last, last.out_channels // kernel_size**2, beta_NMHW)
+            is_usual = last.weight.dtype == torch.float32 and last.in_channels <= 64
+            return is_usual and _fuses_values_on_gpu(last.out_channels // kernel_size**2, beta_NMHW)
         return {around_NRHW.dtype, beta_NMHW.dtype, last.weight.dtype} in ({torch.float32}, {torch.float64})
 
     def _is_plain(self, layers: int) -> bool:
@@ -249,7 +250,6 @@ def _dense(x_NCHW: Tensor, dtype: torch.dtype) -> Tensor:
     return x_NCHW.to(wide).contiguous(memory_format=torch.channels_last)
 
 
-def _fuses_values_on_gpu(last: nn.Conv2d, weights: int, beta_NMHW: Tensor) -> bool:
-    """Whether kernels for GPUs compute `weights` weight channels with gamma's last layer and sum these values."""
-    is_usual = last.weight.dtype == torch.float32 and beta_NMHW.dtype in (torch.float32, torch.bfloat16)
-    return is_usual and 4 <= beta_NMHW.shape[1] // weights <= 8  # the kernels compute eight channels that share a weight
+def _fuses_values_on_gpu(weights: int, beta_NMHW: Tensor) -> bool:
+    """Whether kernels for GPUs sum these values with `weights` weight channels."""
+    return beta_NMHW.dtype != torch.float64 and beta_NMHW.shape[1] // weights <= 8

@@ -143,10 +143,7 @@ def _aggregated_backward(grad: Tensor, beta: Tensor, weight: Tensor, kernel_size
 def _pair_weights(center: Tensor, around: Tensor, norm: Tensor, weight1: Tensor, *rest: Any) -> Tensor:
     (N, H, W, _), weight2, kernel_size = center.shape, rest[1], rest[2]
     check_footprint(kernel_size, H, W)
-    G, K, P = weight2.shape[0], kernel_size**2, H * W
-    if center.device.type == "cuda":  # the lanes of a warp write neighboring weight channels
-        return weight2.new_empty(N, P, K, G).permute(0, 3, 2, 1)
-    return weight2.new_empty(N, G, K, P)
+    return weight2.new_empty(N, weight2.shape[0], kernel_size**2, H * W)
 
 
 def _patch_columns(center: Tensor, around: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
@@ -316,12 +313,12 @@ OPERATORS = (
         name="attend_pairs",
         definition=fused_reference.attend_pairs,
         fake=_attend_pairs,
-        fake_backward=lambda grad, softmax, *inputs: _like(inputs[:7]),
-        backward_arguments=lambda inputs, softmax: (*softmax, *inputs),
-        saved_outputs=(1,),
+        fake_backward=lambda grad, y, softmax, *inputs: _like(inputs[:7]),
+        backward_arguments=lambda inputs, outputs: (*outputs, *inputs),
+        saved_outputs=(0, 1),
         differentiable_outputs=1,
         flops=_attend_pairs_flops,
-        flops_backward=lambda grad, softmax, *inputs: 2 * _attend_pairs_flops(*inputs),
+        flops_backward=lambda grad, y, softmax, *inputs: 2 * _attend_pairs_flops(*inputs),
     ),
     Operator(
         name="patch_statistics",
@@ -458,17 +455,6 @@ def _count(name: str, flops: Callable[..., int]) -> None:
     register_flop_formula(getattr(torch.ops.san, name))(count)
 
 
-def attend_pairs_backward_on_gpu(kernels: Any, grad_NHWM: Tensor, softmax: Tensor, *arguments: Any) -> Arguments:
-    """san::attend_pairs_backward by the operators of `kernels`, such as torch.ops.san. The weights are computed once more, and
-    stored while this runs."""
-    *mapping, beta_NHWM, kernel_size, products, tf32 = arguments
-    w_NGKP = kernels.pair_weights(*mapping, kernel_size, products, tf32)
-    grad, beta = (x.permute(0, 3, 1, 2) for x in (grad_NHWM, beta_NHWM))
-    of_beta, of_w = kernels.aggregation_backward(grad, beta, w_NGKP.to(beta.dtype), kernel_size)
-    of_mapping = kernels.pair_weights_backward(of_w.to(w_NGKP.dtype), w_NGKP, *mapping, kernel_size, products, tf32)
-    return *of_mapping, of_beta.permute(0, 2, 3, 1).contiguous()
-
-
 def _by_definition(define: Callable[..., Any], grads: Sequence[Tensor], inputs: Sequence[Any]) -> Arguments:
     """Gradients that can be differentiated again, by autograd through an operator's definition."""
     warnings.warn(
@@ -490,4 +476,3 @@ schemas.define("san")
 for _operator in OPERATORS:
     _register(_operator)
 torch.library.register_fake("san::track_statistics")(lambda *_: None)
-torch.library.impl("san::attend_pairs_backward", "CUDA")(functools.partial(attend_pairs_backward_on_gpu, torch.ops.san))

@@ -56,7 +56,7 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "pools by torch": partial(patch.object, norm, "_fuses_max_pool", never),
     "one convolution at a time": partial(patch.object, norm, "_run_as_one", never),
     "1x1 convolutions by cuDNN": partial(patch.object, norm, "_prefers_product", never),
-    "attention with stored weights": partial(patch.multiple, Gamma, fuses_patch_values=never, fuses_pair_values=never),
+    "patchwise attention with stored weights": partial(patch.object, Gamma, "fuses_patch_values", never),
     "cudnn.benchmark": partial(torch.backends.cudnn.flags, enabled=True, benchmark=True),
 }
 """How a step is captured."""

@@ -55,7 +55,7 @@ def test_records_of_cases_that_crash_hang_or_fail(tmp_path: Path) -> None:
 
 
 HERE = {
-    "correctness/pair_weights float32, tf32, bfloat16": "check",
+    "correctness/attend_pairs float32, tf32, bfloat16": "check",
     "correctness/same bits in deterministic mode": "check",
     "correctness/operators": "check",
     "correctness/golden numbers": "check",

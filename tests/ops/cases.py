@@ -12,9 +12,8 @@ from torch import Tensor
 from san.ops import fused_reference
 
 KINDS = ("pairwise", "patchwise")
-OPERATORS = ("pair_statistics", "pair_covariance", "pair_weights", "patch_statistics", "patch_linear", "attend_patches")
-ON_CPU = (*OPERATORS, "attend_pairs")
-"""On GPUs, the last one has no backward pass."""
+OPERATORS = ("pair_statistics", "pair_covariance", "attend_pairs", "patch_statistics", "patch_linear", "attend_patches")
+ON_CPU = (*OPERATORS, "pair_weights")
 STATISTICS = ("pair_statistics", "patch_statistics")
 Tensors = tuple[Tensor, ...]
 
@@ -123,7 +122,11 @@ def defined(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
 
 def computed(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any = None, tf32: bool = False) -> Tensors:
     """Returns the outputs of an operator that its definition has, too, by default of the differentiable operator."""
-    return with_saved(operator, tensors, sizes, namespace, tf32)[: 1 if operator == "attend_pairs" else None]
+    return _defined_outputs(operator, with_saved(operator, tensors, sizes, namespace, tf32))
+
+
+def _defined_outputs(operator: str, outputs: Tensors) -> Tensors:
+    return outputs[:1] if operator == "attend_pairs" else outputs
 
 
 def with_saved(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any = None, tf32: bool = False) -> Tensors:
@@ -142,7 +145,7 @@ def backward_arguments(
     operator: str, tensors: Tensors, outputs: Tensors, grads: Tensors, sizes: Sizes, tf32: bool = False
 ) -> tuple[Any, ...]:
     """Returns the arguments of the backward operator: gradients, saved tensors, and the rest. `outputs` are all of them."""
-    own = {"pair_weights": (outputs[0], *tensors), "attend_pairs": (outputs[-1], *tensors)}
+    own = {"pair_weights": (outputs[0], *tensors), "attend_pairs": (*outputs, *tensors)}
     saved = own.get(operator) or (tensors if operator in ("patch_linear", "attend_patches") else (*tensors, outputs[0]))
     return *grads, *saved, *rest(operator, sizes, tf32)
 
@@ -151,15 +154,16 @@ def run_kernels(
     operator: str, tensors: Tensors, sizes: Sizes, namespace: Any, tf32: bool = False, grads: Tensors | None = None
 ) -> Tensors:
     """Returns outputs and gradients of the forward and backward operators, without autograd; by default for `cotangents`."""
-    outputs = with_saved(operator, tensors, sizes, namespace, tf32)
+    saved = with_saved(operator, tensors, sizes, namespace, tf32)
+    outputs = _defined_outputs(operator, saved)
     grads = cotangents(outputs) if grads is None else grads
-    arguments = backward_arguments(operator, tensors, outputs, grads, sizes, tf32)
+    arguments = backward_arguments(operator, tensors, saved, grads, sizes, tf32)
     return *outputs, *getattr(namespace, f"{operator}_backward")(*arguments)
 
 
 def with_half_weights(operator: str, exact: Tensors, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    """Returns the tensors with weights of a half type and all others in float32, and the same values in float64."""
-    weights = {"pair_weights": {3, 5}, "patch_linear": {3}}.get(operator, set())
+    """Returns the tensors with weights and values of a half type, all others in float32, and the same numbers in float64."""
+    weights = {"pair_weights": {3, 5}, "attend_pairs": {3, 5, 6}, "patch_linear": {3}}.get(operator, set())
     rounded = tuple(x.to(dtype).double() if i in weights else x for i, x in enumerate(exact))
     return tuple(x.to(dtype if i in weights else torch.float32) for i, x in enumerate(exact)), rounded
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode  # torch has no public name for it
 
 from san.ops import fused_reference, reference
-from san.ops.library import attend_pairs_backward_on_gpu
 from tests.ops.cases import (
     OPERATORS,
     SIZES,
@@ -29,7 +28,6 @@ from tests.ops.cases import (
     defined,
     differentiated,
     error,
-    rest,
     run_kernels,
     sample,
     with_half_weights,
@@ -38,10 +36,10 @@ from tests.ops.cases import (
 from tests.ops.operators import cotangent, gradients, stored_by_pixels
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
-# GPUs run differences with a hidden layer.
-SUPPORTED = [replace(sizes, products=0, hidden=sizes.hidden or 7) for sizes in SIZES]
+# GPUs run differences with a hidden layer, and at most eight values share a weight.
+SUPPORTED = [replace(sizes, products=0, hidden=sizes.hidden or 7, shares=min(sizes.shares, 8)) for sizes in SIZES]
 SMALL = [sizes for sizes in SUPPORTED if sizes.width < 60 and sizes.footprint < 9 and sizes.channels < STAGE_5.channels]
-WEIGHTED = ("pair_weights", "patch_linear")
+WEIGHTED = ("attend_pairs", "patch_linear")
 
 
 def wanted(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
@@ -51,7 +49,9 @@ def wanted(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
 def assert_matches_the_definition(operator: str, sizes: Sizes, shim: Any) -> None:
     tensors = sample(operator, sizes)
     got = run_kernels(operator, tuple(x.float() for x in tensors), sizes, shim)
-    assert_near(got, wanted(operator, tensors, sizes), 2e-5, sizes)
+    # With a footprint of one pixel, the gradients of the logits are differences of two equal numbers, computed differently.
+    allowed = 1e-3 if operator == "attend_pairs" and sizes.footprint == 1 else 2e-5
+    assert_near(got, wanted(operator, tensors, sizes), allowed, sizes)
 
 
 @every_operator
@@ -83,42 +83,18 @@ def test_half_weights(operator: str, shim: Any) -> None:
         for sizes in SMALL[:3]:
             tensors, rounded = with_half_weights(operator, sample(operator, sizes), dtype)
             got, want = run_kernels(operator, tensors, sizes, shim), wanted(operator, rounded, sizes)
+            assert [x.dtype for x in got[1:]] == [x.dtype for x in tensors]
             assert error(got[0], want[0]) <= max(5e-3, torch.finfo(dtype).eps), (dtype, sizes)
             assert_near(got[1:], want[1:], 0.2, (dtype, sizes))
 
 
-def test_pairwise_attention_matches_the_definition(shim: Any) -> None:
-    """The softmax may have any reference."""
-    for sizes in (replace(sizes, shares=min(sizes.shares, 8)) for sizes in [*SMALL, replace(STAGE_5, height=4, width=4)]):
-        exact = sample("attend_pairs", sizes)
-        for tf32, most in ((False, 2e-6), (True, 2e-3)):
-            tensors = tuple(x.float() for x in exact)
-            y, softmax = with_saved("attend_pairs", tensors, sizes, shim, tf32)
-            assert_near([y], defined("attend_pairs", exact, sizes), most, sizes)
-            _, of_cpu = with_saved("attend_pairs", tensors, sizes)
-            ours, theirs = ((x[:, 0] - x[:, 1].log()) for x in (softmax, of_cpu))
-            assert_near([ours], [theirs], most, sizes)
-        half = *exact[:3], exact[3].bfloat16(), exact[4], *(x.bfloat16() for x in exact[5:])
-        y, _ = with_saved("attend_pairs", tuple(x.float() if x.dtype == torch.float64 else x for x in half), sizes, shim)
-        assert y.dtype == torch.bfloat16
-        assert_near([y], defined("attend_pairs", tuple(x.double() for x in half), sizes), 1e-2, sizes)
-
-
-def test_gradients_of_pairwise_attention(shim: Any) -> None:
-    def found(tensors: Tensors, sizes: Sizes) -> Tensors:
-        outputs = with_saved("attend_pairs", tensors, sizes, shim)
-        arguments = backward_arguments("attend_pairs", tensors, outputs, cotangents(outputs[:1]), sizes)
-        return attend_pairs_backward_on_gpu(shim, *arguments)
-
-    for sizes in (replace(sizes, shares=min(sizes.shares, 8)) for sizes in SMALL):
-        exact = sample("attend_pairs", sizes)
-        assert_near(found(tuple(x.float() for x in exact), sizes), wanted("attend_pairs", exact, sizes)[1:], 2e-5, sizes)
-    for sizes in SMALL[:4]:
-        exact = sample("attend_pairs", sizes)
-        half = tuple(x.bfloat16() if at in (3, 5, 6) else x.float() for at, x in enumerate(exact))
-        gradients = found(half, sizes)
-        assert [x.dtype for x in gradients] == [x.dtype for x in half]
-        assert_near(gradients, wanted("attend_pairs", tuple(x.double() for x in half), sizes)[1:], 0.2, sizes)
+def test_softmax_of_pairwise_attention_is_that_of_the_cpu(shim: Any) -> None:
+    """Its reference may be any number near the largest logit."""
+    for sizes in SMALL:
+        tensors = sample("attend_pairs", sizes, torch.float32)
+        found = (with_saved("attend_pairs", tensors, sizes, namespace)[1] for namespace in (shim, torch.ops.san))
+        ours, theirs = (x[:, 0] - x[:, 1].log() for x in found)
+        assert_near([ours], [theirs], 2e-6, sizes)
 
 
 def test_pairwise_attention_with_growing_logits(shim: Any) -> None:
@@ -189,7 +165,8 @@ def test_accepts_any_memory_order(operator: str, shim: Any) -> None:
     turned = tuple(x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() > 1 else x for x in tensors)
     outputs = computed(operator, tensors, Sizes(), shim)
     grads = tuple(x.transpose(0, -1).contiguous().transpose(0, -1) for x in cotangents(outputs))
-    arguments = backward_arguments(operator, turned, outputs, grads, Sizes())
+    saved = with_saved(operator, tensors, Sizes(), shim)
+    arguments = backward_arguments(operator, turned, saved, grads, Sizes())
     moved = *computed(operator, turned, Sizes(), shim), *getattr(shim, f"{operator}_backward")(*arguments)
     assert all(map(torch.equal, run_kernels(operator, tensors, Sizes(), shim), moved))
 
@@ -209,16 +186,15 @@ def test_covariance_with_an_outlier(shim: Any) -> None:
 def test_nan_only_affects_footprints_that_contain_it(operator: str, shim: Any) -> None:
     center, around, *rest = sample(operator, dtype=torch.float32)
     around[0, 3, 2, 1] = float("nan")
-    got = computed(operator, (center, around, *rest), Sizes(), shim)[0].flatten(-2 if operator == "patch_linear" else -1)
-    affected = got.isnan().flatten(1, -2).any(1)
-    assert affected[0].view(6, 5).nonzero().tolist() == [[h, w] for h in (2, 3, 4) for w in (1, 2, 3)]
+    affected = computed(operator, (center, around, *rest), Sizes(), shim)[0].isnan().any(1 if operator == "patch_linear" else 3)
+    assert affected[0].nonzero().tolist() == [[h, w] for h in (2, 3, 4) for w in (1, 2, 3)]
     assert not affected[1].any()
 
 
 def test_error_names_the_kernel_and_operator_of_a_failed_launch(shim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAN_SHIM_FAIL", "finish_kernel")
-    with pytest.raises(RuntimeError, match="pair_weights_backward: kernel finish_kernel failed"):
-        run_kernels("pair_weights", sample("pair_weights", dtype=torch.float32), Sizes(), shim)
+    with pytest.raises(RuntimeError, match="attend_pairs_backward: kernel finish_kernel failed"):
+        run_kernels("attend_pairs", sample("attend_pairs", dtype=torch.float32), Sizes(), shim)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -279,7 +255,7 @@ UNSUPPORTED = {
 def test_refuses_what_gpus_do_not_support(what: str, shim: Any) -> None:
     sizes, dtype, message = UNSUPPORTED[what]
     with pytest.raises(RuntimeError, match=message):
-        computed("pair_weights", sample("pair_weights", sizes, dtype), sizes, shim)
+        computed("attend_pairs", sample("attend_pairs", sizes, dtype), sizes, shim)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -298,11 +274,11 @@ def test_large_means_cost_no_precision(operator: str, shim: Any) -> None:
 @pytest.mark.parametrize("value", [1e4, 1e30, float("inf"), float("nan")], ids=str)
 def test_huge_pixel_only_affects_footprints_that_contain_it(value: float, shim: Any) -> None:
     """The value that is subtracted from an image's maps does not depend on single pixels, nor on other images."""
-    center, around, *others = sample("pair_weights", dtype=torch.float32)
+    center, around, *others = sample("attend_pairs", dtype=torch.float32)
     changed = around + 100
     changed[0, 3, 2] = value
-    plain, other = (computed("pair_weights", (center + 100, x, *others), Sizes(), shim)[0] for x in (around + 100, changed))
-    difference = (plain - other).abs().nan_to_num(0).amax((1, 2)).view(2, 6, 5)
+    plain, other = (computed("attend_pairs", (center + 100, x, *others), Sizes(), shim)[0] for x in (around + 100, changed))
+    difference = (plain - other).abs().nan_to_num(0).amax(3)
     difference[0, 2:5, 1:4] = 0
     assert difference.max() < 1e-5 and torch.equal(plain[1], other[1])
 
@@ -318,7 +294,7 @@ def test_tf32_rounds_to_nearest(shim: Any) -> None:
     assert abs(bias) < 2e-5
 
 
-@pytest.mark.parametrize("operator", ["pair_covariance", pytest.param("pair_weights", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operator", ["pair_covariance", pytest.param("attend_pairs", marks=pytest.mark.slow)])
 def test_long_sums_do_not_drift(operator: str, shim: Any) -> None:
     """Tensor cores round sums towards zero, so a sum of many products would become too small."""
     sizes = Sizes(1, 150, 150, 5, 1, 1, 1)
@@ -330,11 +306,11 @@ def test_long_sums_do_not_drift(operator: str, shim: Any) -> None:
         got = computed(operator, tensors, sizes, shim)[1]
         want = defined(operator, tuple(x.double() for x in tensors), sizes)[1]
     else:
-        tensors = *tensors, torch.ones(1, 1), torch.ones(1), torch.ones(1, 1)
-        grad = fused_reference.relation(center, around, 5, 0)  # so that the terms of the sum do not cancel
-        got = shim.pair_weights_backward(grad, computed(operator, tensors, sizes, shim)[0], *tensors, *rest(operator, sizes))[3]
+        beta = -around  # so that the terms of the sum do not cancel
+        tensors = *tensors, torch.ones(1, 1), torch.ones(1), torch.ones(1, 1), beta
+        _, *grads = run_kernels(operator, tensors, sizes, shim, grads=(torch.ones_like(beta),))
         leaves = [x.double().requires_grad_() for x in tensors]
-        want = torch.autograd.grad(defined(operator, tuple(leaves), sizes)[0], leaves, grad.double())[3]
+        got, want = grads[3], torch.autograd.grad(defined(operator, tuple(leaves), sizes)[0].sum(), leaves)[3]
     assert error(got, want) < 5e-5  # 3e-4 in one long sum
 
 
