@@ -21,35 +21,48 @@ struct Layers {
   const float* shift2;  // [chunks * 8 * S::hidden]
   const F* weight2;     // forward [chunk of S::weights][tile of u][S::weights], backward [chunk][tile of gz][S::hidden]
 
-  // u of 16 pairs in one chunk.
-  template <class Activation>
+  // u of 16 pairs in one chunk. `right` are the lane's operands of weight1.
+  template <class Activation, class Right>
   __device__ __forceinline__ void hidden(const Pairs& p, const Team& team, int chunk, const Activation& activation,
-                                         float (&u)[S::hidden][4]) const {
-    first_layer<S>(p, activation, weight1 + int64_t(chunk) * p.tiles * S::hidden * kWarp + team.lane,
-                   shift2 + chunk * 8 * S::hidden + team.column, u);
+                                         const Right& right, float (&u)[S::hidden][4]) const {
+    first_layer<F, S>(p, activation, right, chunk * p.tiles * S::hidden, shift2 + chunk * 8 * S::hidden + team.column,
+                      u);
   }
+};
 
-  // weight2's operands for a chunk of N tiles of weight channels.
-  template <int N>
-  __device__ __forceinline__ const F* chunk_of_weight2(int chunk) const {
-    return weight2 + int64_t(chunk) * chunks * S::hidden * N * kWarp;
-  }
+// The layers up to the logits, for a chunk of kTiles tiles of weight channels. Small layers stay in registers.
+template <class F, class S, int kTiles>
+class Logits {
+ public:
+  __device__ __forceinline__ Logits(const Layers<F, S>& layers, const Team& team, int chunk)
+      : layers_(layers),
+        weight1_(Loaded<F>{layers.weight1 + team.lane}),
+        weight2_(Loaded<F>{layers.weight2 + int64_t(chunk) * layers.chunks * S::hidden * kTiles * kWarp + team.lane}) {}
 
-  // Adds z of 16 pairs in N tiles of weight channels, whose operands for the lane start at `matrix`.
-  template <class Rows, int N>
-  __device__ __forceinline__ void add_logits(const Rows& rows, const Team& team, const F* matrix,
-                                             float (&z)[N][4]) const {
-    for_each_tile<(S::is_whole ? 1 : 0)>(chunks, [&](int chunk) {
+  // Adds z of 16 pairs.
+  template <class Rows>
+  __device__ __forceinline__ void add(const Rows& rows, const Team& team, float (&z)[kTiles][4]) const {
+    for_each_tile<(S::is_whole ? 1 : 0)>(layers_.chunks, [&](int chunk) {
       float u[S::hidden][4];
-      hidden(rows.p, team, chunk, [&](int c, float (&a1)[4]) { rows.activate(c, a1); }, u);
+      layers_.hidden(rows.p, team, chunk, [&](int c, float (&a1)[4]) { rows.activate(c, a1); }, weight1_, u);
       SAN_UNROLL
       for (int e = 0; e < S::hidden; ++e) {
         const F upper = F::of_rectified(rectified(u[e][0]), rectified(u[e][1]));
         const F lower = F::of_rectified(rectified(u[e][2]), rectified(u[e][3]));
-        multiply_all(z, upper, lower, matrix + (chunk * S::hidden + e) * N * kWarp);
+        multiply_all(z, upper, lower, weight2_, (chunk * S::hidden + e) * kTiles);
       }
     });
   }
+
+ private:
+  static constexpr int kFirst = S::relation * S::hidden, kSecond = S::hidden * kTiles;
+  static constexpr bool kKeeps = S::is_whole && (kFirst + kSecond) * sizeof(F) <= 64;
+  template <int N>
+  using Right = std::conditional_t<kKeeps, Kept<F, N>, Loaded<F>>;
+
+  const Layers<F, S>& layers_;
+  const Right<kFirst> weight1_;
+  const Right<kSecond> weight2_;
 };
 
 // One call: the inputs of PairWork, and the layers.
@@ -144,28 +157,31 @@ struct SoftmaxSums {
 // Predicted for SAN10's stage 2 at batch 32 on an H100, TF32: 8 mma for 16 pairs; reads 60 MB, writes 26 MB; 0.07 ms,
 // limited by instruction issue.
 template <class F, class S, int kTiles>
-__global__ void __launch_bounds__(kThreads, 1) attend_pairs_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v,
-                                                                   const float* beta, Floats y, float* softmax) {
+__global__ void __launch_bounds__(kTeamThreads, 1)
+    attend_pairs_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v, const float* beta, Floats y,
+                        float* softmax) {
   constexpr int kStates = 4 * kTiles;
   constexpr float kMostAbove = 6;  // powers of 2
   const Job<S::is_whole && kTiles == S::weights> job(plan);
   const Team team(plan.warps);
   PixelRows<S, false, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
-  const F* weight2 = layers.template chunk_of_weight2<kTiles>(job.chunk) + team.lane;
+  const Logits<F, S, kTiles> logits(layers, team, job.chunk);
   const float* values = beta + v.value_at(job.chunk * kTiles, team.column);
   Softmax state[kStates];
   float sums[kTiles][kShares][4] = {};
   for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
     rows.move(team, offset);
     float z[kTiles][4] = {};
-    layers.add_logits(rows, team, weight2, z);
+    logits.add(rows, team, z);
     bool is_above = false;
     SAN_UNROLL
     for (int n = 0; n < kStates; ++n) is_above |= z[n / 4][n % 4] > state[n].most + kMostAbove;
     if (__any_sync(~0u, is_above)) {
       SAN_UNROLL
       for (int n = 0; n < kStates; ++n) {
-        const float most = std::max(state[n].most, z[n / 4][n % 4]), factor = power_of_two(state[n].most - most);
+        // Only where a logit is above, so that other images do not change a result.
+        const float logit = z[n / 4][n % 4], most = logit > state[n].most + kMostAbove ? logit : state[n].most;
+        const float factor = power_of_two(state[n].most - most);
         state[n].most = most, state[n].sum *= factor;
         SAN_UNROLL
         for (int s = 0; s < kShares; ++s) sums[n / 4][s][n % 4] *= factor;
@@ -225,43 +241,37 @@ __global__ void __launch_bounds__(kThreads, 1) attend_pairs_kernel(Pairs p, Laye
 // Predicted for SAN10's stage 2 at batch 32 on an H100, TF32: 8 mma for 16 pairs; reads 90 MB, writes 157 MB; 0.08 ms,
 // limited by instruction issue.
 template <class F, class S, int kTiles>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kTeamThreads, 1)
     logit_gradient_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v, const float* beta, const float* grad,
                           SoftmaxSums sums, int pitch, float* gz) {
   const Job<S::is_whole && kTiles == S::weights> job(plan);
   const Team team(plan.warps);
   PixelRows<S, false, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
-  const F* weight2 = layers.template chunk_of_weight2<kTiles>(job.chunk) + team.lane;
+  const Logits<F, S, kTiles> logits(layers, team, job.chunk);
   const int first = v.value_at(job.chunk * kTiles, team.column), channel = job.chunk * kTiles * 8 + team.column;
-  Pack<2, float> own[kTiles][2][kShares], log_sum[kTiles][2], dot[kTiles][2];
+  PixelValues own[kTiles][2];
+  Pack<2, float> log_sum[kTiles][2], dot[kTiles][2];
   SAN_UNROLL
   for (int n = 0; n < 2 * kTiles; ++n) {
     const int tile = n / 2, pixel = rows.pixels[n % 2].index;
     log_sum[tile][n % 2] = sums.of(sums.logs, v, pixel, channel + 8 * tile);
     dot[tile][n % 2] = sums.of(sums.dots, v, pixel, channel + 8 * tile);
-    const float* grads = row_at(grad + first + v.value_at(tile, 0), pixel, v.value_bytes());
-    SAN_UNROLL
-    for (int s = 0; s < kShares; ++s) own[tile][n % 2][s] = Pack<2, float>::load(grads + 8 * s);
+    own[tile][n % 2] = PixelValues(row_at(grad + first + v.value_at(tile, 0), pixel, v.value_bytes()));
   }
   for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
     rows.move(team, offset);
     float z[kTiles][4] = {};
-    layers.add_logits(rows, team, weight2, z);
+    logits.add(rows, team, z);
     SAN_UNROLL
     for (int n = 0; n < 2 * kTiles; ++n) {
       const int tile = n / 2, i = n % 2;
-      const float* values = row_at(beta + first + v.value_at(tile, 0), rows.partner[i], v.value_bytes());
-      float to_w[2] = {};
-      SAN_UNROLL
-      for (int s = 0; s < kShares; ++s) {
-        const auto value = Pack<2, float>::load(values + 8 * s);
-        to_w[0] += own[tile][i][s].data[0] * value.data[0], to_w[1] += own[tile][i][s].data[1] * value.data[1];
-      }
+      const auto to_w =
+          own[tile][i].times(row_at(beta + first + v.value_at(tile, 0), rows.partner[i], v.value_bytes()));
       Pack<2, float> two;
       SAN_UNROLL
       for (int k = 0; k < 2; ++k) {
         const float w = power_of_two(z[tile][2 * i + k] - log_sum[tile][i].data[k]);
-        two.data[k] = F::rounded(w * (to_w[k] - dot[tile][i].data[k]));
+        two.data[k] = F::rounded(w * (to_w.data[k] - dot[tile][i].data[k]));
       }
       if (!rows.pixels[i].exists || channel + 8 * tile >= pitch) continue;
       two.store(gz + (int64_t(rows.pixels[i].index) * p.positions() + offset.position) * pitch + channel + 8 * tile);
@@ -275,20 +285,20 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Predicted for SAN10's stage 2 at batch 32 on an H100, TF32: 1.23 times the products of attend_pairs_kernel; reads 60
 // MB, writes 32 MB; 0.09 ms, limited by instruction issue.
 template <class F, class S, int kTiles>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kTeamThreads, 1)
     value_gradient_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v, const float* grad, SoftmaxSums softmax,
                           Floats out) {
   const Job<S::is_whole && kTiles == S::weights> job(plan);
   const Team team(plan.warps);
   PixelRows<S, true, 2> rows(p, team, (int64_t(job.block) * plan.teams() + team.index) * 16);
-  const F* weight2 = layers.template chunk_of_weight2<kTiles>(job.chunk) + team.lane;
+  const Logits<F, S, kTiles> logits(layers, team, job.chunk);
   const int channel = job.chunk * kTiles * 8 + team.column;
   float sums[kTiles][kShares][4] = {};
   for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
     rows.move(team, offset);
     if (!__any_sync(~0u, rows.is_pair[0] || rows.is_pair[1])) continue;
     float z[kTiles][4] = {};
-    layers.add_logits(rows, team, weight2, z);
+    logits.add(rows, team, z);
     SAN_UNROLL
     for (int tile = 0; tile < kTiles; ++tile) {
       const float* grads[2];
@@ -347,8 +357,8 @@ template <class F, class S>
 void forward(ValueWork<F, S>& work, const Tensor& y, float* softmax) {
   prepare(work.stream(), work.center, work.around, work.shift2, work.weight1, work.weight2, work.values);
   work.with_plan(work.pairs.pixels(), [&](const Plan& plan, size_t bytes) {
-    SAN_LAUNCH_SHARED((attend_pairs_kernel<F, S, work.kTiles>), plan.grid(), kThreads, bytes, work.stream(), work.pairs,
-                      work.layers, plan, work.v, work.values.to, Floats(y), softmax);
+    SAN_LAUNCH_SHARED((attend_pairs_kernel<F, S, work.kTiles>), plan.grid(), kTeamThreads, bytes, work.stream(),
+                      work.pairs, work.layers, plan, work.v, work.values.to, Floats(y), softmax);
   });
 }
 
@@ -392,7 +402,7 @@ struct LayersSource {
     const float *upper = gz.at(rows.p, rows.center(0), offset), *lower = gz.at(rows.p, rows.center(1), offset);
     for_each_tile<(S::is_whole ? 1 : 0)>(layers.chunks, [&](int hidden) {
       float u[KE][4], gu[KE][4] = {};
-      layers.hidden(rows.p, team, hidden, activation, u);
+      layers.hidden(rows.p, team, hidden, activation, Loaded<F>{layers.weight1 + team.lane}, u);
       const F* weight2 = layers.weight2 + int64_t(hidden) * gz.tiles * KE * kWarp + team.lane;
       for_each_tile<(S::is_whole ? S::weights : 0)>(gz.tiles, [&](int k) {
         const int channel = 8 * k + team.column;
@@ -459,7 +469,7 @@ __device__ __forceinline__ void hidden_of_columns(const LogitGradients& gz, cons
 // Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 9 mma for 8 pairs; reads 180 MB; 0.1
 // ms, limited by instruction issue. Measured on an H200: 0.25 ms.
 template <class F, class S>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kTeamThreads, 1)
     layer_gradient_kernel(Pairs p, LogitGradients gz, Layers<F, S> layers, Plan plan, Partial layout, float* partial) {
   constexpr int KD = S::relation, KG = kLogitTiles<S>;
   const Job<false> job(plan);
@@ -550,11 +560,11 @@ LogitGradients logit_gradients(ValueWork<F, S>& work, const Tensor& grad, const 
   prepare(work.stream(), work.center, work.around, work.shift2, work.weight1, work.weight2);
   prepare(work.stream(), work.values, grads, sums, missing);
   work.with_plan(p.pixels(), [&](const Plan& plan, size_t) {
-    SAN_LAUNCH_SHARED((logit_gradient_kernel<F, S, work.kTiles>), plan.grid(), kThreads, 0, work.stream(), p,
+    SAN_LAUNCH_SHARED((logit_gradient_kernel<F, S, work.kTiles>), plan.grid(), kTeamThreads, 0, work.stream(), p,
                       work.layers, plan, v, work.values.to, grads.to, sums, pitch, gz);
   });
   work.with_plan(p.padded_pixels(), [&](const Plan& plan, size_t bytes) {
-    SAN_LAUNCH_SHARED((value_gradient_kernel<F, S, work.kTiles>), plan.grid(), kThreads, bytes, work.stream(), p,
+    SAN_LAUNCH_SHARED((value_gradient_kernel<F, S, work.kTiles>), plan.grid(), kTeamThreads, bytes, work.stream(), p,
                       work.layers, plan, v, grads.to, sums, Floats(padded));
   });
   fold_values(work.stream(), padded, work.f, v, to_beta);
@@ -583,7 +593,7 @@ void backward(ValueWork<F, S>& work, const LogitGradients& gz, LayerGradients& o
   float* partial = work.take(plan.blocks * layout.size);
   constexpr size_t kBytes = bytes_of_team_sums(4 * std::max(S::relation, 2 * KG));
   const Layers<F, S> left{work.G, left1.chunks, left1.to, left_shift2.to, left2.to};
-  SAN_LAUNCH_SHARED((layer_gradient_kernel<F, S>), plan.grid(), kThreads, kBytes, work.stream(), p, gz, left, plan,
+  SAN_LAUNCH_SHARED((layer_gradient_kernel<F, S>), plan.grid(), kTeamThreads, kBytes, work.stream(), p, gz, left, plan,
                     layout, partial);
   const PlaceLayers place{{{Floats(out.weight1), work.E, p.d, layout.pitch, 0},
                            {Floats(out.weight2), work.G, work.E, layout.width, layout.weight2},

@@ -76,7 +76,7 @@ __device__ __forceinline__ const float* row_of(const Attention<F>& p, const floa
 // writes 26 MB; 0.3 G products by tensor cores, 315 M others; no shared memory, or 16 KB where several warps share
 // pixels; 0.02 ms, limited by instruction issue.
 template <class F, int kDepth>
-__global__ void __launch_bounds__(kThreads) attend_kernel(Attention<F> p, int warps, Floats out) {
+__global__ void __launch_bounds__(kTeamThreads, 1) attend_kernel(Attention<F> p, int warps, Floats out) {
   const Team team(warps);
   const int task = blockIdx.x * (kWarps / warps) + team.index, block = task / p.g_tiles,
             tile = task - block * p.g_tiles;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(Attention<F> p, int wa
 //
 // Predicted as above: reads 32 MB, writes 32 MB; 1.23 times the products; 0.05 ms, limited by instruction issue.
 template <class F, int kDepth>
-__global__ void __launch_bounds__(kThreads) attend_around_kernel(Attention<F> p, int warps, Floats out) {
+__global__ void __launch_bounds__(kTeamThreads, 1) attend_around_kernel(Attention<F> p, int warps, Floats out) {
   const Team team(warps);
   const int task = blockIdx.x * (kWarps / warps) + team.index, block = task / p.g_tiles,
             tile = task - block * p.g_tiles;
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads) attend_around_kernel(Attention<F> p,
 // Predicted as above: reads 61 MB, writes 160 MB; 0.3 G products by tensor cores, 315 M others; 0.05 ms, of memory
 // bandwidth.
 template <class F, int kDepth>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kTeamThreads, 1)
     attend_center_kernel(Attention<F> p, int warps, float* weights, float* out) {
   const Team team(warps);
   const int block = blockIdx.x * (kWarps / warps) + team.index;
@@ -157,11 +157,8 @@ __global__ void __launch_bounds__(kThreads)
   SAN_ROLLED
   for (int tile = 0; tile < p.g_tiles; ++tile) {
     const int g = tile * 8 + team.column, at = p.value_at(tile, team.column);
-    Pack<2, float> own[2][kShares];
-    SAN_UNROLL
-    for (int n = 0; n < 2 * kShares; ++n) {
-      own[n % 2][n / 2] = Pack<2, float>::load(row_at(p.grad + at, pixels[n % 2].index, p.value_bytes()) + n / 2 * 8);
-    }
+    const PixelValues own[2] = {PixelValues(row_at(p.grad + at, pixels[0].index, p.value_bytes())),
+                                PixelValues(row_at(p.grad + at, pixels[1].index, p.value_bytes()))};
     float products[kDepth][4] = {};
     for (int down = team.member; down < p.kernel_size; down += warps) {
       const int first = down * p.kernel_size;
@@ -171,19 +168,15 @@ __global__ void __launch_bounds__(kThreads)
                       weights + (int64_t(pixels[1].index) * p.positions() + first) * p.G + g};
       SAN_ROLLED
       for (int x = 0; x < p.kernel_size; ++x, right += p.weight_step()) {
-        float w[2][2] = {};
+        Pack<2, float> w[2];
         SAN_UNROLL
         for (int i = 0; i < 2; ++i) {
-          SAN_UNROLL
-          for (int s = 0; s < kShares; ++s) {
-            const auto value = Pack<2, float>::load(rows[i] + 8 * s);
-            w[i][0] += own[i][s].data[0] * value.data[0], w[i][1] += own[i][s].data[1] * value.data[1];
-          }
-          if (pixels[i].exists && g < p.G) to[i][0] = w[i][0];
-          if (pixels[i].exists && g + 1 < p.G) to[i][1] = w[i][1];
+          w[i] = own[i].times(rows[i]);
+          if (pixels[i].exists && g < p.G) to[i][0] = w[i].data[0];
+          if (pixels[i].exists && g + 1 < p.G) to[i][1] = w[i].data[1];
           rows[i] += p.value_step(), to[i] += p.G;
         }
-        multiply_all(products, F(w[0][0], w[0][1]), F(w[1][0], w[1][1]), right);
+        multiply_all(products, F(w[0].data[0], w[0].data[1]), F(w[1].data[0], w[1].data[1]), right);
       }
     }
     SAN_UNROLL
@@ -325,7 +318,7 @@ void forward(AttentionWork<F>& work, const Tensor& y) {
   with_depth(p.e_tiles, [&](auto depth) {
     constexpr int kDepth = decltype(depth)::value;
     work.with_teams((p.pixels() + 15) / 16 * p.g_tiles, kShares * 4, [&](int warps, int blocks, size_t bytes) {
-      SAN_LAUNCH_SHARED((attend_kernel<F, kDepth>), blocks, kThreads, bytes, work.stream(), p, warps, Floats(y));
+      SAN_LAUNCH_SHARED((attend_kernel<F, kDepth>), blocks, kTeamThreads, bytes, work.stream(), p, warps, Floats(y));
     });
   });
 }
@@ -344,11 +337,11 @@ void backward(AttentionWork<F>& work, const Tensor& grad, Inputs& out) {
   with_depth(p.e_tiles, [&](auto depth) {
     constexpr int kDepth = decltype(depth)::value;
     work.with_teams((p.padded_pixels() + 15) / 16 * p.g_tiles, kShares * 4, [&](int warps, int blocks, size_t bytes) {
-      SAN_LAUNCH_SHARED((attend_around_kernel<F, kDepth>), blocks, kThreads, bytes, work.stream(), p, warps,
+      SAN_LAUNCH_SHARED((attend_around_kernel<F, kDepth>), blocks, kTeamThreads, bytes, work.stream(), p, warps,
                         Floats(padded));
     });
     work.with_teams((p.pixels() + 15) / 16, kDepth * 4, [&](int warps, int blocks, size_t bytes) {
-      SAN_LAUNCH_SHARED((attend_center_kernel<F, kDepth>), blocks, kThreads, bytes, work.stream(), p, warps,
+      SAN_LAUNCH_SHARED((attend_center_kernel<F, kDepth>), blocks, kTeamThreads, bytes, work.stream(), p, warps,
                         weights.mutable_data_ptr<float>(), out.hidden.mutable_data_ptr<float>());
     });
   });

@@ -110,21 +110,45 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const Operand<true>& u
   mma_m16n8k8_tf32(sum, big, right.big);
 }
 
-// sum += left right, for N tiles of the right factor. Operands are loaded 8 bytes at a time.
-template <int N, class F>
-__device__ __forceinline__ void multiply_all(float (&sum)[N][4], const F& upper, const F& lower, const F* right) {
-  struct Words {
-    Pack<2, uint32_t> pairs[sizeof(F) / 8];
-  };
-  SAN_UNROLL
-  for (int n = 0; n < N; ++n) {
-    Words words;
+// A lane's operands for tiles of right factors, which are loaded when they are needed, 8 bytes at a time.
+template <class F>
+struct Loaded {
+  const F* first;  // of the first tile
+
+  __device__ __forceinline__ F operator[](int tile) const {
+    struct Words {
+      Pack<2, uint32_t> pairs[sizeof(F) / 8];
+    } words;
     SAN_UNROLL
     for (size_t k = 0; k < sizeof(F) / 8; ++k) {
-      words.pairs[k] = Pack<2, uint32_t>::load(reinterpret_cast<const uint32_t*>(right + n * kWarp) + 2 * k);
+      words.pairs[k] = Pack<2, uint32_t>::load(reinterpret_cast<const uint32_t*>(first + tile * kWarp) + 2 * k);
     }
-    multiply(sum[n], upper, lower, std::bit_cast<F>(words));
+    return std::bit_cast<F>(words);
   }
+};
+
+// The same for N tiles, in registers.
+template <class F, int N>
+struct Kept {
+  F data[N];
+
+  __device__ __forceinline__ explicit Kept(const Loaded<F>& loaded) {
+    SAN_UNROLL
+    for (int tile = 0; tile < N; ++tile) data[tile] = loaded[tile];
+  }
+  __device__ __forceinline__ const F& operator[](int tile) const { return data[tile]; }
+};
+
+// sum += left right, for N tiles of the right factor.
+template <int N, class F, class Right>
+__device__ __forceinline__ void multiply_all(float (&sum)[N][4], const F& upper, const F& lower, const Right& right,
+                                             int first = 0) {
+  SAN_UNROLL
+  for (int n = 0; n < N; ++n) multiply(sum[n], upper, lower, right[first + n]);
+}
+template <int N, class F>
+__device__ __forceinline__ void multiply_all(float (&sum)[N][4], const F& upper, const F& lower, const F* right) {
+  multiply_all(sum, upper, lower, Loaded<F>{right});
 }
 
 // max(x, 0), where NaN stays NaN, and -0 becomes 0.

@@ -39,13 +39,14 @@ constexpr int kRowTiles = S::is_whole ? (S::relation + 1) / 2 : 1;
 // Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 6 mma for 8 pairs, 4 KB of shared
 // memory; reads 20 MB; 0.05 ms, limited by instruction issue. Measured on an H200: 0.13 ms.
 template <class F, class S>
-__global__ void __launch_bounds__(kThreads, 1) gram_kernel(Pairs p, Plan plan, float* partial) {
+__global__ void __launch_bounds__(kTeamThreads, 1) gram_kernel(Pairs p, Plan plan, float* partial) {
   constexpr int KM = kRowTiles<S>, KD = S::relation;
   float* shared = reinterpret_cast<float*>(shared_memory_base());
   const Job<S::is_whole> job(plan);
   const Team team(plan.warps);
   float* typical = shared + bytes_of_team_sums(4 * KM * KD) / sizeof(float);  // [pitch]
-  for (int channel = threadIdx.x; channel < p.pitch(); channel += kThreads) typical[channel] = typical_a1(p, channel);
+  for (int channel = threadIdx.x; channel < p.pitch(); channel += kTeamThreads)
+    typical[channel] = typical_a1(p, channel);
   __syncthreads();
   float kept[S::is_whole ? KD : 1];
   if constexpr (S::is_whole) for_each_tile<KD>(KD, [&](int c) { kept[c] = typical[8 * c + team.row]; });
@@ -121,7 +122,7 @@ void forward(PairWork& work, Tensor& mean, Tensor& covariance) {
   const Plan plan = Plan::for_sums(p, (p.tiles + 2 * KM - 1) / (2 * KM), (p.tiles + KD - 1) / KD);
   const int rows = plan.strips * 16 * KM, pitch = plan.chunks * 8 * KD, size = (rows + 1) * pitch;
   float* partial = work.take(int64_t(plan.blocks) * size);
-  SAN_LAUNCH_SHARED((gram_kernel<F, S>), plan.grid(), kThreads,
+  SAN_LAUNCH_SHARED((gram_kernel<F, S>), plan.grid(), kTeamThreads,
                     bytes_of_team_sums(4 * KM * KD) + p.pitch() * sizeof(float), work.stream(), p, plan, partial);
   double* total = work.take<double>(size);
   sum_rows(PartialSums<float>{partial, size}, plan.blocks, size, PlaceTotal{total}, work.stream());
@@ -139,8 +140,8 @@ struct CovarianceSource {
   template <class Rows, class Activation, int KD>
   __device__ __forceinline__ void add(const Rows& rows, const Team& team, const Offset&, int chunk,
                                       const Activation& activation, float (&g)[KD][4]) const {
-    first_layer<S>(rows.p, activation, matrix + int64_t(chunk) * rows.p.tiles * KD * kWarp + team.lane,
-                   constant + chunk * 8 * KD + team.column, g);
+    first_layer<F, S>(rows.p, activation, Loaded<F>{matrix + team.lane}, chunk * rows.p.tiles * KD,
+                      constant + chunk * 8 * KD + team.column, g);
   }
 };
 

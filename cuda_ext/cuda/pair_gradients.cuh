@@ -15,7 +15,7 @@ namespace {
 template <class F, class S>
 constexpr int resident_blocks_of_gradients() {
   constexpr bool is_accurate = std::is_same_v<F, Operand<true>>;
-  return S::relation == 1 ? 3 : S::relation == 3 && !is_accurate ? 2 : 1;
+  return S::relation == 1 ? 6 : S::relation == 3 && !is_accurate ? 4 : 1;
 }
 
 // Writes the sums of g, the gradient of a1 before its ReLU: to [pixels, d] or, with kAround, their negatives to [padded
@@ -25,7 +25,7 @@ constexpr int resident_blocks_of_gradients() {
 // pair_covariance: 9 mma for 16 pairs; reads and writes 40 MB; 0.05 ms each for center and around. pair_weights: 14
 // mma; reads another 157 MB of gz; 0.07 and 0.08 ms. Measured on an H200: 0.18 and 0.19 ms.
 template <class F, class S, bool kAround, class Source>
-__global__ void __launch_bounds__(kThreads, resident_blocks_of_gradients<F, S>())
+__global__ void __launch_bounds__(kTeamThreads, resident_blocks_of_gradients<F, S>())
     pair_gradient_kernel(Pairs p, Source source, Plan plan, float* out) {
   constexpr int D = S::relation;
   const Job<S::is_whole> job(plan);
@@ -135,10 +135,10 @@ void pair_gradients(PairWork& work, const Source& source, PairGradients& out) {
   const Plan plan = Plan::for_groups(p, (p.pixels() + 15) / 16, chunks);
   const Plan padded_plan = Plan::for_groups(p, (p.padded_pixels() + 15) / 16, chunks);
   constexpr size_t kBytes = bytes_of_team_sums(4 * S::relation);
-  SAN_LAUNCH_SHARED((pair_gradient_kernel<F, S, false, Source>), plan.grid(), kThreads, kBytes, work.stream(), p,
+  SAN_LAUNCH_SHARED((pair_gradient_kernel<F, S, false, Source>), plan.grid(), kTeamThreads, kBytes, work.stream(), p,
                     source, plan, to_center);
-  SAN_LAUNCH_SHARED((pair_gradient_kernel<F, S, true, Source>), padded_plan.grid(), kThreads, kBytes, work.stream(), p,
-                    source, padded_plan, padded);
+  SAN_LAUNCH_SHARED((pair_gradient_kernel<F, S, true, Source>), padded_plan.grid(), kTeamThreads, kBytes, work.stream(),
+                    p, source, padded_plan, padded);
   constexpr int64_t kSlices = 8192;  // enough threads to fill an H100
   const int64_t per_slice = (p.pixels() + kSlices - 1) / kSlices, slices = (p.pixels() + per_slice - 1) / per_slice;
   double* partial = work.take<double>(2 * slices * p.d);

@@ -214,11 +214,11 @@ struct PixelColumns {
   }
 };
 
-// sum = matrix a1 + start of 16 pairs, in N tiles of channels. `matrix` and `start` point to the first operand and the
-// first value of the lane.
-template <class S, int N, class F, class Activation>
-__device__ __forceinline__ void first_layer(const Pairs& p, const Activation& activation, const F* matrix,
-                                            const float* start, float (&sum)[N][4]) {
+// sum = matrix a1 + start of 16 pairs, in N tiles of channels. `matrix` are the lane's operands, from tile `first` on,
+// and `start` points to its first value.
+template <class F, class S, int N, class Activation, class Right>
+__device__ __forceinline__ void first_layer(const Pairs& p, const Activation& activation, const Right& matrix,
+                                            int first, const float* start, float (&sum)[N][4]) {
   SAN_UNROLL
   for (int n = 0; n < N; ++n) {
     const auto two = Pack<2, float>::load(start + 8 * n);
@@ -227,7 +227,7 @@ __device__ __forceinline__ void first_layer(const Pairs& p, const Activation& ac
   for_each_relation_tile<S>(p, [&](int c) {
     float a1[4];
     activation(c, a1);
-    multiply_all(sum, F::of_rectified(a1[0], a1[1]), F::of_rectified(a1[2], a1[3]), matrix + c * N * kWarp);
+    multiply_all(sum, F::of_rectified(a1[0], a1[1]), F::of_rectified(a1[2], a1[3]), matrix, first + c * N);
   });
 }
 

@@ -13,7 +13,7 @@ namespace san::cuda {
 namespace {
 
 // Number of blocks per multiprocessor for which the compiler does not spill registers.
-constexpr int resident_blocks_of_patches(int tiles) { return tiles == 1 ? 3 : 2; }
+constexpr int resident_blocks_of_patches(int tiles) { return tiles == 1 ? 6 : 4; }
 
 // Sizes, maps and parameters for the kernels. Channels are padded with zeros to whole tiles.
 template <class F>
@@ -60,7 +60,7 @@ __device__ __forceinline__ void add_to(float (&sums)[kTiles][4], const float (&p
 // writes 3 MB; 0.66 G products; no shared memory, or 4 KB for each tile where several warps share pixels; 0.05 ms,
 // limited by instruction issue. Measured on an H200: 0.08 ms.
 template <class F, int kTiles>
-__global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
+__global__ void __launch_bounds__(kTeamThreads, resident_blocks_of_patches(kTiles))
     patch_linear_kernel(Patches<F> p, int strips, int warps, float* out) {
   const Team team(warps);
   const int task = blockIdx.x * (kWarps / warps) + team.index, tile = task / strips;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
 // Predicted as above: reads 10 MB, writes 8 MB; 0.8 G products; no shared memory; 0.05 ms, limited by instruction
 // issue. Measured on an H200: 0.04 ms.
 template <class F, int kTiles>
-__global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
+__global__ void __launch_bounds__(kTeamThreads, resident_blocks_of_patches(kTiles))
     map_gradient_kernel(Patches<F> p, const float* grad, int strips, float* out) {
   const Team team(1);
   const int task = blockIdx.x * kWarps + team.index, tile = task / strips, first = (task - tile * strips) * kTiles;
@@ -245,7 +245,7 @@ class ParameterSums {
 // Predicted as above: reads 16 MB, writes 2 MB; 1.3 G products; no shared memory; 0.09 ms, limited by instruction
 // issue. Measured on an H200: 0.15 ms.
 template <class F, int kTiles>
-__global__ void __launch_bounds__(kThreads, resident_blocks_of_patches(kTiles))
+__global__ void __launch_bounds__(kTeamThreads, resident_blocks_of_patches(kTiles))
     parameter_gradient_kernel(Patches<F> p, const float* grad, int strips, int tasks, int rows_per_slice,
                               float* weights, float* affine) {
   const Team team(1);
@@ -407,7 +407,7 @@ Tensor forward(PatchWork<F>& work) {
     const int strips = p.e_tiles / kTiles;
     const int64_t tasks = (p.pixels() + 15) / 16 * strips;
     const int warps = warps_per_team(tasks, p.pieces());
-    SAN_LAUNCH_SHARED((patch_linear_kernel<F, kTiles>), blocks_of_teams(tasks, warps), kThreads,
+    SAN_LAUNCH_SHARED((patch_linear_kernel<F, kTiles>), blocks_of_teams(tasks, warps), kTeamThreads,
                       warps > 1 ? bytes_of_team_sums(kTiles * 4) : 0, work.stream(), p, strips, warps,
                       out.mutable_data_ptr<float>());
   });
@@ -420,7 +420,7 @@ void map_gradient(PatchWork<F>& work, const Patches<F>& p, const float* grads, f
     constexpr int kTiles = decltype(tiles)::value;
     const int strips = p.r_tiles / kTiles;
     SAN_LAUNCH_SHARED((map_gradient_kernel<F, kTiles>), blocks_of_teams((p.padded_pixels() + 15) / 16 * strips, 1),
-                      kThreads, 0, work.stream(), p, grads, strips, out);
+                      kTeamThreads, 0, work.stream(), p, grads, strips, out);
   });
 }
 
@@ -439,7 +439,7 @@ void parameter_gradients(PatchWork<F>& work, const float* grads, PatchTensors& o
     const int rows_per_slice = static_cast<int>((rows + most - 1) / most);
     const int slices = (rows + rows_per_slice - 1) / rows_per_slice;
     float *weights = work.take(slices * channels * p.hidden()), *affine = work.take(slices * strips * channels * 2);
-    SAN_LAUNCH_SHARED((parameter_gradient_kernel<F, kTiles>), slices * ((tasks + kWarps - 1) / kWarps), kThreads, 0,
+    SAN_LAUNCH_SHARED((parameter_gradient_kernel<F, kTiles>), slices * ((tasks + kWarps - 1) / kWarps), kTeamThreads, 0,
                       work.stream(), p, grads, strips, tasks, rows_per_slice, weights, affine);
     const int64_t columns = channels * p.hidden();
     sum_rows(PartialSums<float>{weights, columns}, slices, columns, PlaceWeight<F>{p, Floats(out.weight)},

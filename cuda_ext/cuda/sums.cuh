@@ -5,7 +5,9 @@
 namespace san::cuda {
 namespace {
 
-constexpr int kWarps = kThreads / kWarp;  // of each block
+// Blocks of the kernels with tensor cores. They are small, so that more warps are resident: kernels with 129 to 168
+// registers have 12 warps on a multiprocessor instead of the 8 of one block of 256 threads.
+constexpr int kTeamThreads = 128, kWarps = kTeamThreads / kWarp;
 
 // Warps of a block that share the same pixels and divide the positions of the footprint among them.
 struct Team {

@@ -8,7 +8,8 @@ namespace {
 
 constexpr int kShares = 8;  // value channels that share a weight, as in SAN; missing ones are zeros
 
-// Maps [pixels, G * shares], copied by weight channel: [g_tiles, kShares, 8] for each pixel.
+// Maps [pixels, G * shares], copied by weight channel: for each pixel [g_tiles, kShares / 2, 4, 2, 2], where the last
+// two are two values of two adjacent weight channels, which a lane loads at once.
 struct Values {
   int G, shares, g_tiles;
 
@@ -16,7 +17,7 @@ struct Values {
   SAN_HOST_DEVICE int value_step() const { return g_tiles * kShares * 8; }
   SAN_HOST_DEVICE int value_bytes() const { return value_step() * static_cast<int>(sizeof(float)); }
   // The place of a pixel's first value for a tile of weight channels and the lane's columns.
-  SAN_HOST_DEVICE int value_at(int tile, int column) const { return tile * kShares * 8 + column; }
+  SAN_HOST_DEVICE int value_at(int tile, int column) const { return tile * kShares * 8 + 2 * column; }
 };
 
 // For weight channels in `g_tiles` tiles.
@@ -50,22 +51,44 @@ struct ValueMap {
   __device__ __forceinline__ void write(int64_t index) const {
     const unsigned rows = v.g_tiles * kShares;
     const int pixel = static_cast<int>(static_cast<uint32_t>(index) / rows);
-    const int row = static_cast<int>(index - int64_t(pixel) * rows), first = row / kShares * 8, s = row % kShares;
+    const int row = static_cast<int>(index - int64_t(pixel) * rows);
     const int height = static_cast<int>(f.padded_height()), width = static_cast<int>(f.padded_width());
     const int line = pixel / width, image = line / height;
     const int64_t h = reflect(line - image * height - f.reach(), f.height);
     const int64_t w = reflect(pixel - line * width - f.reach(), f.width);
-    const int64_t at = ((image * f.height + h) * f.width + w) * pixel_stride + s * v.G + first;
+    const int64_t at = ((image * f.height + h) * f.width + w) * pixel_stride;
+    const int share = row % kShares / 2 * 2, channel = row / kShares * 8 + row % 2 * 4;
     SAN_ROLLED
-    for (int half = 0; half < 8; half += 4) {
+    for (int half = 0; half < 2; ++half) {
       Pack<4, float> four;
       SAN_UNROLL
       for (int n = 0; n < 4; ++n) {
-        const bool exists = pixel < pixels && s < v.shares && first + half + n < v.G;
-        four.data[n] = exists ? static_cast<float>(from.get(at + half + n)) : 0;
+        const int s = share + n / 2, g = channel + 2 * half + n % 2;
+        const bool exists = pixel < pixels && s < v.shares && g < v.G;
+        four.data[n] = exists ? static_cast<float>(from.get(at + s * v.G + g)) : 0;
       }
-      four.store(to + 8 * index + half);
+      four.store(to + 8 * index + 4 * half);
     }
+  }
+};
+
+// The values of a pixel for a lane's two weight channels.
+struct PixelValues {
+  Pack<4, float> data[kShares / 2];
+
+  PixelValues() = default;
+  __device__ __forceinline__ explicit PixelValues(const float* from) {
+    SAN_UNROLL
+    for (int n = 0; n < kShares / 2; ++n) data[n] = Pack<4, float>::load(from + 16 * n);
+  }
+
+  // For each of the two channels, the sum of the products with other values.
+  __device__ __forceinline__ Pack<2, float> times(const float* other) const {
+    const PixelValues values(other);
+    Pack<2, float> sums{};
+    SAN_UNROLL
+    for (int n = 0; n < 2 * kShares; ++n) sums.data[n % 2] += data[n / 4].data[n % 4] * values.data[n / 4].data[n % 4];
+    return sums;
   }
 };
 
@@ -73,11 +96,11 @@ struct ValueMap {
 __device__ __forceinline__ void add_weighted(const float (&w)[4], const float* const (&rows)[2],
                                              float (&sums)[kShares][4]) {
   SAN_UNROLL
-  for (int s = 0; s < kShares; ++s) {
+  for (int i = 0; i < 2; ++i) {
+    const PixelValues values(rows[i]);
     SAN_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const auto value = Pack<2, float>::load(rows[i] + 8 * s);
-      sums[s][2 * i] += w[2 * i] * value.data[0], sums[s][2 * i + 1] += w[2 * i + 1] * value.data[1];
+    for (int n = 0; n < 2 * kShares; ++n) {
+      sums[n / 2][2 * i + n % 2] += w[2 * i + n % 2] * values.data[n / 4].data[n % 4];
     }
   }
 }

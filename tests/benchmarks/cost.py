@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cuda_ext import build
-from tests.benchmarks.stages import STAGES
+from tests.benchmarks.stages import KINDS, STAGES
 from tests.benchmarks.tables import table
 from tests.ops.machine_code import NVCC_FLAGS, Loop, main_loops
 
@@ -29,13 +29,14 @@ class Stage:
         self.weight_tiles = self.depth = -(-channels // 32 // 8)  # of 8 weight channels, and of as many hidden channels
         self.groups = BATCH * side**2 * footprint**2 / 16
         self.padded_groups = BATCH * (side + footprint - 1) ** 2 * footprint**2 / 16
-        self.pair_tiles = min(self.weight_tiles, 2)  # that a warp of the pairwise kernel computes
+        self.pair_tiles = min(self.weight_tiles, 2)  # that a warp of a pairwise kernel computes
+        self.strips = -(-channels // 16 // 16)  # of 16 hidden channels of a pairwise mapping
 
 
 KERNELS: dict[str, tuple[str, Callable[[Stage], str], Callable[[Stage], float]]] = {
     "patchwise, forward": (
         "attend_patches.cu",
-        lambda s: f"attend_kernel<Operand<false>, {s.depth}, float>",
+        lambda s: f"attend_kernel<Operand<false>, {s.depth}>",
         lambda s: s.groups * s.weight_tiles,
     ),
     "patchwise, gradients of β": (
@@ -48,12 +49,57 @@ KERNELS: dict[str, tuple[str, Callable[[Stage], str], Callable[[Stage], float]]]
         lambda s: f"attend_center_kernel<Operand<false>, {s.depth}>",
         lambda s: s.groups * s.weight_tiles,
     ),
-    "pairwise, without gradients": (
+    "pairwise, forward": (
         "attend_pairs.cu",
-        lambda s: f"attend_pairs_kernel<Operand<false>, Stage{s.number}, {s.pair_tiles}, float>",
+        lambda s: f"attend_pairs_kernel<Operand<false>, Stage{s.number}, {s.pair_tiles}>",
         lambda s: s.groups * s.weight_tiles / s.pair_tiles,
     ),
+    "pairwise, gradients of logits": (
+        "attend_pairs.cu",
+        lambda s: f"logit_gradient_kernel<Operand<false>, Stage{s.number}, {s.pair_tiles}>",
+        lambda s: s.groups * s.weight_tiles / s.pair_tiles,
+    ),
+    "pairwise, gradients of β": (
+        "attend_pairs.cu",
+        lambda s: f"value_gradient_kernel<Operand<false>, Stage{s.number}, {s.pair_tiles}>",
+        lambda s: s.padded_groups * s.weight_tiles / s.pair_tiles,
+    ),
+    "pairwise, gradients of φ": (
+        "attend_pairs.cu",
+        lambda s: pair_gradient(s, "Layers", "false"),
+        lambda s: s.groups,
+    ),
+    "pairwise, gradients of ψ": (
+        "attend_pairs.cu",
+        lambda s: pair_gradient(s, "Layers", "true"),
+        lambda s: s.padded_groups,
+    ),
+    "pairwise, gradients of the layers": (
+        "attend_pairs.cu",
+        lambda s: f"layer_gradient_kernel<Operand<false>, Stage{s.number}>",
+        lambda s: 2 * s.groups * s.strips,
+    ),
+    "pairwise, statistics of the second norm": (
+        "pair_covariance.cu",
+        lambda s: f"gram_kernel<Operand<false>, Stage{s.number}>",
+        lambda s: 2 * s.groups,
+    ),
+    "pairwise, their gradients of φ": (
+        "pair_covariance.cu",
+        lambda s: pair_gradient(s, "Covariance", "false"),
+        lambda s: s.groups,
+    ),
+    "pairwise, their gradients of ψ": (
+        "pair_covariance.cu",
+        lambda s: pair_gradient(s, "Covariance", "true"),
+        lambda s: s.padded_groups,
+    ),
 }
+
+
+def pair_gradient(stage: Stage, source: str, of_padded: str) -> str:
+    types = f"Operand<false>, Stage{stage.number}"
+    return f"pair_gradient_kernel<{types}, {of_padded}, {source}Source<{types}> >"
 
 
 def compiled(source: str, folder: Path) -> dict[str, Loop]:
@@ -69,13 +115,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         loops = {source: compiled(source, Path(folder)) for source in {source for source, _, _ in KERNELS.values()}}
     rows = []
+    sums = {kind: [0.0] * len(stages) for kind in KINDS}
     for label, (source, name, work) in KERNELS.items():
         cells = []
-        for stage in stages:
+        for at, stage in enumerate(stages):
             loop = loops[source].get(name(stage))
             ms = 1000 * loop.instructions * work(stage) / INSTRUCTIONS_PER_SECOND if loop else 0
+            sums[label.split(",")[0]][at] += ms
             cells.append(f"{loop.instructions}; {ms:.3f}" if loop else "-")
         rows.append([label, *cells])
+    rows += [[f"{kind}, sum", *(f"{ms:.3f}" if ms else "-" for ms in of_stages)] for kind, of_stages in sums.items()]
     print(table("Instructions of the inner loop; ms to start all of them", ["kernel", *STAGES], rows))
 
 

@@ -179,7 +179,7 @@ def test_covariance_with_an_outlier(shim: Any) -> None:
     center[0, 0, 0], around[0, 1, 1] = 1000, -1000
     _, got = computed("pair_covariance", (center.float(), around.float(), norm.float()), sizes, shim)
     _, want = defined("pair_covariance", (center, around, norm), sizes)
-    torch.testing.assert_close(got, want.float(), rtol=2e-5, atol=1e-3)
+    torch.testing.assert_close(got, want.float(), rtol=3e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("operator", WEIGHTED)
