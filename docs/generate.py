@@ -46,6 +46,8 @@ MODEL_FIELDS = {
     "r1": "φ and ψ have C / r1 channels, where C is the number of channels of the stage.",
     "r2": "β has C / r2 channels, where C is the number of channels of the stage.",
     "group_size": "Number of value channels that share one weight.",
+    "hidden_reduction": "The mapping's hidden layers have C / hidden_reduction channels, where C is the number of channels of"
+    " the stage. `L` has no hidden layer.",
     "relation": f"Function that compares pixels. Pairwise: `{'`, `'.join(PAIRWISE)}`. Patchwise: `{'`, `'.join(PATCHWISE)}`.",
     "mapping": "Layers of the mapping from the relation to the weights: `L`, `LRL` or `LRLRL` (L: linear, R: ReLU).",
     "transformation": "Weight sharing among φ, ψ and β: `distinct` (none), `phi_eq_psi` or `phi_eq_psi_eq_beta`.",

@@ -118,6 +118,9 @@ LOCATION_FIELDS = (
     *("synthetic_classes", "synthetic_per_class"),
 )
 """Fields of `data` for the location and the choice of images. The digest of the image list replaces them in a key."""
+LATER_FIELDS = {"hidden_reduction": 16}
+"""Fields of a model's spec that are newer than some finished runs, with the values of these runs. A key contains only other
+values."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +171,7 @@ class Trial:
 @functools.cache
 def _record(model: ModelSpec) -> dict[str, Any]:
     """Must not be modified. Cached, because large grids have few models and `asdict` takes as long as the rest of a key."""
-    return asdict(model)
+    return {name: value for name, value in asdict(model).items() if (name, value) not in LATER_FIELDS.items()}
 
 
 def _is_added(model: ModelSpec) -> bool:

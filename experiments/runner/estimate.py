@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from experiments.grids.config import flat
-from experiments.grids.grid import Trial
+from experiments.grids.grid import LATER_FIELDS, Trial
 from experiments.paper.tables import count
 from experiments.tracking import Result
 from san.models.san import SANSpec
@@ -68,4 +68,7 @@ class Estimator:
 
 
 def _setting(params: Mapping[str, str]) -> Setting:
-    return frozenset((key, value) for key, value in params.items() if key.startswith(SECTIONS) or key in FIELDS)
+    """Without defaults that earlier runs do not list."""
+    later = {(f"model.{name}", str(value)) for name, value in LATER_FIELDS.items()}
+    chosen = {(key, value) for key, value in params.items() if key.startswith(SECTIONS) or key in FIELDS}
+    return frozenset(chosen - later)

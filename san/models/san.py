@@ -67,6 +67,7 @@ class PairwiseSpec(SANSpec):
 
     module = PairwiseAttention
     group_size: int = 8
+    hidden_reduction: int = 16
     relation: str = "subtraction"
     mapping: str = "LRL"
     transformation: str = "distinct"

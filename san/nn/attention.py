@@ -27,9 +27,6 @@ TRANSFORMATIONS: dict[str, tuple[str, str, str]] = {
 }
 """Which Linear layer serves as phi, as psi and as beta (table "transformation")."""
 
-HIDDEN_REDUCTION = 16
-"""C divided by the hidden channels of a pairwise mapping, which do not depend on r1."""
-
 
 class SelfAttention(nn.Module):
     """Base of all kinds: the transformations phi, psi and beta, and the weighted sum of beta.
@@ -121,6 +118,7 @@ class PairwiseAttention(VectorAttention):
     """y_i = sum_j softmax_j(gamma([delta(x_i, x_j), position])) * beta_j (equations 1 and 2).
 
     Args:
+        hidden_reduction: C divided by the channels of gamma's hidden layers, which do not depend on r1; `L` has none.
         relation: delta, a key of `san.nn.relation.PAIRWISE`.
         mapping: layers of gamma, a key of `MAPPINGS`.
         position: encoding of the positions of i and j, a key of `POSITIONS`.
@@ -134,18 +132,21 @@ class PairwiseAttention(VectorAttention):
         r1: int = 16,
         r2: int = 4,
         group_size: int = 8,
+        hidden_reduction: int = 16,
         relation: str = "subtraction",
         mapping: str = "LRL",
         transformation: str = "distinct",
         position: str = "relative",
     ) -> None:
         super().__init__(channels, footprint, r1, r2, group_size, transformation)
+        _check_whole(hidden_reduction=hidden_reduction)
         row = choose("relation", relation, PAIRWISE)
         self.relation, self.mapping = relation, mapping
         self.position = Position(position) if choose("position", position, POSITIONS) is not None else None
-        hidden = choose("mapping", mapping, MAPPINGS).pairwise(channels // HIDDEN_REDUCTION)
-        if hidden and channels % HIDDEN_REDUCTION:
-            raise ModelError(f"{channels} channels are not divisible by {HIDDEN_REDUCTION}, which mapping {mapping} requires")
+        hidden = choose("mapping", mapping, MAPPINGS).pairwise(channels // hidden_reduction)
+        if hidden and channels % hidden_reduction:
+            sentence = f"{channels} channels are not divisible by hidden_reduction={hidden_reduction}"
+            raise ModelError(f"{sentence}, which mapping {mapping} requires")
         d = row.channels(self.relation_channels, footprint**2) + (CHANNELS if self.position is not None else 0)
         self.gamma = Gamma.of((d, *hidden, self.weight_channels))
 

@@ -38,7 +38,7 @@ class Mapping:
     """The widths of gamma's hidden layers."""
 
     pairwise: Callable[[int], tuple[int, ...]]
-    """From the C / 16 hidden channels of a pairwise mapping."""
+    """From the C / hidden_reduction hidden channels of a pairwise mapping."""
     patchwise: Callable[[int, int], tuple[int, ...]]
     """From R relation channels and G weight channels."""
 

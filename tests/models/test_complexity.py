@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"patchwise {r}": ("san10_patchwise", {"relation": r}) for r in ("star", "clique")},
     **{f"pairwise {p}": ("san10_pairwise", {"position": p}) for p in ("none", "absolute")},
     **{f"{kind} {m}": (f"san10_{kind}", {"mapping": m}) for kind in ("pairwise", "patchwise") for m in ("L", "LRLRL")},
+    "pairwise hidden layer": ("san10_pairwise", {"hidden_reduction": 4}),
     **{f"{k} phi=psi": (f"san10_{k}", {"transformation": "phi_eq_psi"}) for k in ("pairwise", "patchwise")},
     **{
         f"{kind} phi=psi=beta": (f"san10_{kind}", {"transformation": "phi_eq_psi_eq_beta", "r1": 4})

@@ -178,6 +178,7 @@ def test_rejects(what: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) ->
         ("resnet26", {}),
         ("san10_scalar", {}),
         ("san10_pairwise", {"relation": "summation"}),
+        ("san10_pairwise", {"hidden_reduction": 8}),
         ("san19_pairwise", {"position": "none"}),
         ("san19_patchwise", {"in_channels": 1}),
     ],

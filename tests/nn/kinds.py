@@ -39,6 +39,7 @@ for _name, _cls in (("pairwise", PairwiseAttention), ("patchwise", PatchwiseAtte
                 transformation=_transformation,
                 **REDUCTIONS[_transformation],
             )
+_kind("pairwise-wide-hidden-layer", PairwiseAttention, hidden_reduction=2)
 _kind("scalar", ScalarAttention)
 _kind("scalar-2-heads", ScalarAttention, heads=2)
 

@@ -98,6 +98,18 @@ def test_hooks_of_the_position_run(position: str, backend: ops.Backend) -> None:
     assert linear.get_parameter("weight_orig").grad is not None
 
 
+def test_hidden_reduction_sets_the_width_of_the_hidden_layers() -> None:
+    widths = {
+        (mapping, reduction): [
+            layer.out_channels
+            for layer in PairwiseAttention(64, mapping=mapping, hidden_reduction=reduction).gamma
+            if isinstance(layer, nn.Conv2d)
+        ]
+        for mapping, reduction in (("LRL", 16), ("LRL", 4), ("LRLRL", 2), ("L", 3))
+    }
+    assert widths == {("LRL", 16): [4, 2], ("LRL", 4): [16, 2], ("LRLRL", 2): [32, 32, 2], ("L", 3): [2]}
+
+
 def absolute_difference(phi: Tensor, psi: Tensor, footprint: int) -> Tensor:
     return (phi.flatten(2).unsqueeze(2) - ops.unfold(psi, footprint)).abs()
 
@@ -143,7 +155,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "even footprint": (lambda: PatchwiseAttention(64, 4), "odd.* not 4"),
     "channels not reduced evenly": (lambda: PatchwiseAttention(40), "40 channels"),
     "channels not shared evenly": (lambda: PairwiseAttention(64, group_size=3), "16 value channels.*group_size=3"),
-    "no hidden layer": (lambda: PairwiseAttention(8, r1=4, r2=1), "8 channels.*16"),
+    "no hidden layer": (lambda: PairwiseAttention(8, r1=4, r2=1), "8 channels.*hidden_reduction=16"),
+    "hidden layer of 0": (lambda: PairwiseAttention(64, hidden_reduction=0), "hidden_reduction.*0"),
+    "hidden layer not reduced evenly": (lambda: PairwiseAttention(64, hidden_reduction=3), "64 channels.*hidden_reduction=3"),
     "group size as text": (lambda: PairwiseAttention(64, group_size="8"), "group_size.*'8'"),  # type: ignore[arg-type]
     "group size of 0": (lambda: PatchwiseAttention(64, group_size=0), "group_size.*0"),
     "heads as a float": (lambda: ScalarAttention(64, heads=2.0), "heads.*2.0"),  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from cluster.errors import LostError
 from experiments.cli import report
 from experiments.cli.run import run, study
 from experiments.errors import UserError
-from experiments.grids.config import PROJECT_DIR
+from experiments.grids.config import PROJECT_DIR, flat
 from experiments.grids.expand import expand, grid_path
 from experiments.grids.grid import Trial
 from experiments.grids.request import GridRequest
@@ -30,7 +30,7 @@ from experiments.runner.progress import duration
 from experiments.runs import retry
 from experiments.runs.claims import claimed_trials
 from experiments.runs.workspace import Workspace
-from experiments.tracking import TrackerError
+from experiments.tracking import Result, TrackerError
 from experiments.tracking.tracker import Tracker
 from experiments.training.reporter import ReportFn
 from san.models.registry import VARIANTS
@@ -235,6 +235,13 @@ def test_plan_of_trials_that_do_not_fit_fails(open_text: OpenGrid) -> None:
     grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}", "g", "resources.cpus=100000")
     lines, can_run = plan_in_words(grid_run, plan(grid_run), None)
     assert not can_run and any("cannot run here" in line for line in lines)
+
+
+def test_runs_from_before_a_new_field_count_for_estimates(open_text: OpenGrid) -> None:
+    (trial,) = open_text("{question: q, rows: [{id: trial, model: {name: san10_pairwise}}]}").trials
+    params = {key: str(value) for key, value in flat(trial.record).items() if key != "model.hidden_reduction"}
+    older = Result("run", True, {"summary/images_per_second": 100.0, "summary/training_hours": 1.0}, params=params)
+    assert not Estimator([older]).hours(trial, 1000, 0).is_rough
 
 
 def finish_at_speed(grid_run: GridRun, images_per_second: float, hours: float = 1.0) -> None:

@@ -8,6 +8,7 @@ from textwrap import dedent
 import pytest
 
 from experiments.errors import UserError
+from experiments.grids.config import DataConfig, ModelConfig, RecipeConfig, TrialConfig
 from experiments.grids.expand import GRIDS_DIR, Expanded, read_grid
 from experiments.grids.expand import expand as expand_grid
 from experiments.grids.grid import Trial
@@ -82,6 +83,18 @@ def test_key_depends_only_on_what_affects_the_result() -> None:
     changed = Trial("g", "digits", "a", 0, files[0], "digest", "other content")
     assert one.key == moved.key
     assert len({one.key, changed.key, first.key}) == 3
+
+
+def test_new_fields_of_a_model_do_not_change_the_keys_of_finished_runs() -> None:
+    data = DataConfig(source="folder", size=24, resize=24, flip=False, mean=(0, 0, 0), std=(1, 1, 1))
+    recipe = RecipeConfig(epochs=1, batch_size=8, lr=0.1, momentum=0, weight_decay=0, label_smoothing=0)
+
+    def key(**overrides: int) -> str:
+        model = ModelConfig.model_validate({"name": "san10_pairwise", **overrides})
+        return Trial("g", "p", "a", 0, TrialConfig(model=model, data=data, recipe=recipe), "digest").key
+
+    assert key() == key(hidden_reduction=16) == "bbdf2aa60ac7"
+    assert key(hidden_reduction=4) != key()
 
 
 @pytest.mark.parametrize(
