@@ -56,7 +56,7 @@ class Logits {
 
  private:
   static constexpr int kFirst = S::relation * S::hidden, kSecond = S::hidden * kTiles;
-  static constexpr bool kKeeps = S::is_whole && (kFirst + kSecond) * sizeof(F) <= 64;
+  static constexpr bool kKeeps = S::is_whole && (kFirst + kSecond) * sizeof(F) <= SAN_KEPT_BYTES;
   template <int N>
   using Right = std::conditional_t<kKeeps, Kept<F, N>, Loaded<F>>;
 
@@ -151,13 +151,18 @@ struct SoftmaxSums {
   }
 };
 
+// Blocks of the next three kernels that must fit into a multiprocessor.
+template <class F, class S>
+constexpr int kResident =
+    std::is_same_v<F, Operand<false>> && S::is_whole && S::hidden <= 2 ? SAN_ATTEND_WARPS / kWarps : 1;
+
 // Weights and weighted sums in one pass: the powers of 2 are relative to a reference, which is raised only if a logit
 // exceeds it by far, because that changes all sums. A block computes kTiles tiles of weight channels.
 //
 // Predicted for SAN10's stage 2 at batch 32 on an H100, TF32: 8 mma for 16 pairs; reads 60 MB, writes 26 MB; 0.07 ms,
 // limited by instruction issue.
 template <class F, class S, int kTiles>
-__global__ void __launch_bounds__(kTeamThreads, 1)
+__global__ void __launch_bounds__(kTeamThreads, kResident<F, S>)
     attend_pairs_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v, const float* beta, Floats y,
                         float* softmax) {
   constexpr int kStates = 4 * kTiles;
@@ -241,7 +246,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1)
 // Predicted for SAN10's stage 2 at batch 32 on an H100, TF32: 8 mma for 16 pairs; reads 90 MB, writes 157 MB; 0.08 ms,
 // limited by instruction issue.
 template <class F, class S, int kTiles>
-__global__ void __launch_bounds__(kTeamThreads, 1)
+__global__ void __launch_bounds__(kTeamThreads, kResident<F, S>)
     logit_gradient_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v, const float* beta, const float* grad,
                           SoftmaxSums sums, int pitch, float* gz) {
   const Job<S::is_whole && kTiles == S::weights> job(plan);
@@ -285,7 +290,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1)
 // Predicted for SAN10's stage 2 at batch 32 on an H100, TF32: 1.23 times the products of attend_pairs_kernel; reads 60
 // MB, writes 32 MB; 0.09 ms, limited by instruction issue.
 template <class F, class S, int kTiles>
-__global__ void __launch_bounds__(kTeamThreads, 1)
+__global__ void __launch_bounds__(kTeamThreads, kResident<F, S>)
     value_gradient_kernel(Pairs p, Layers<F, S> layers, Plan plan, Values v, const float* grad, SoftmaxSums softmax,
                           Floats out) {
   const Job<S::is_whole && kTiles == S::weights> job(plan);
@@ -326,7 +331,7 @@ __global__ void __launch_bounds__(kTeamThreads, 1)
 // A call with values: the layers and the values as the three kernels above read them, and the jobs that prepare them.
 template <class F, class S>
 struct ValueWork : LayerWork {
-  static constexpr int kTiles = S::weights > 2 ? 2 : S::weights;  // more sums would not fit into registers
+  static constexpr int kTiles = std::min(S::weights, SAN_MOST_TILES);
 
   const PaddedVector shift2;
   const PackedMatrix<F> weight1, weight2;

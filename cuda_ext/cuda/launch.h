@@ -21,7 +21,9 @@
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#ifndef SAN_LIBRARY
 #define SAN_LIBRARY san
+#endif
 #define SAN_DEVICE CUDA
 #define SAN_UNROLL _Pragma("unroll")
 #define SAN_ROLLED _Pragma("unroll 1")  // where unrolling would only take registers

@@ -11,11 +11,12 @@
 namespace san::cuda {
 namespace {
 
-// Number of blocks per multiprocessor for which the compiler does not spill registers.
+// Blocks that must fit into a multiprocessor: as many warps as the compiler can serve without spilling registers.
 template <class F, class S>
 constexpr int resident_blocks_of_gradients() {
   constexpr bool is_accurate = std::is_same_v<F, Operand<true>>;
-  return S::relation == 1 ? 6 : S::relation == 3 && !is_accurate ? 4 : 1;
+  if (S::relation == 1) return 24 / kWarps;
+  return S::relation == 3 && !is_accurate ? 20 / kWarps : S::relation == 5 && !is_accurate ? 12 / kWarps : 1;
 }
 
 // Writes the sums of g, the gradient of a1 before its ReLU: to [pixels, d] or, with kAround, their negatives to [padded

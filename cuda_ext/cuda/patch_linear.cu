@@ -13,7 +13,7 @@ namespace san::cuda {
 namespace {
 
 // Number of blocks per multiprocessor for which the compiler does not spill registers.
-constexpr int resident_blocks_of_patches(int tiles) { return tiles == 1 ? 6 : 4; }
+constexpr int resident_blocks_of_patches(int tiles) { return (tiles == 1 ? 24 : 16) / kWarps; }
 
 // Sizes, maps and parameters for the kernels. Channels are padded with zeros to whole tiles.
 template <class F>

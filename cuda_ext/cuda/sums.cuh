@@ -1,13 +1,12 @@
 // Sums over the warps of a team and over blocks, always in the same order: the same inputs always give the same bits.
 #pragma once
 #include "mma.cuh"
+#include "tuning.h"
 
 namespace san::cuda {
 namespace {
 
-// Blocks of the kernels with tensor cores. They are small, so that more warps are resident: kernels with 129 to 168
-// registers have 12 warps on a multiprocessor instead of the 8 of one block of 256 threads.
-constexpr int kTeamThreads = 128, kWarps = kTeamThreads / kWarp;
+constexpr int kTeamThreads = SAN_TEAM_THREADS, kWarps = kTeamThreads / kWarp;  // of each block
 
 // Warps of a block that share the same pixels and divide the positions of the footprint among them.
 struct Team {

@@ -1,10 +1,10 @@
 """Tests and times the project on a GPU: `python -m tests.gpu --out DIR [--budget SECONDS] [--case TEXT ...]`.
 
 Parts: correctness (kernels, modules, models), cores (attention alone), models (training and evaluation of networks), kernels
-(a profile of attention), network (a profile of a training step), loader (images from files), training (CUDA graphs against
-eager steps, a whole trial against a plain loop) and system (`san` commands). All but the last three need only torch, numpy and
-nvcc; CUDA graphs also need pydantic and DeepSpeed. Results go to DIR/results.jsonl, one line per case, and logs to DIR/logs.
-`python -m tests.gpu.report DIR/results.jsonl` prints tables.
+(a profile of attention), network (a profile of a training step), tune (attention kernels with other sizes of blocks), loader
+(images from files), training (CUDA graphs against eager steps, a whole trial against a plain loop) and system (`san`
+commands). All but the last three need only torch, numpy and nvcc; CUDA graphs also need pydantic and DeepSpeed. Results go to
+DIR/results.jsonl, one line per case, and logs to DIR/logs. `python -m tests.gpu.report DIR/results.jsonl` prints tables.
 
 Each case runs in its own process with a time limit, because one illegal access ruins the CUDA context of a process. A process
 costs 3 to 5 s before its first kernel runs, so a case holds all checks of one kernel, or all timings that are compared with

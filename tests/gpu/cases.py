@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.gpu import build, cores, correctness, graphs, kernels, loader, models, network, system, training
+from tests.gpu import build, cores, correctness, graphs, kernels, loader, models, network, system, training, tune
 from tests.gpu.case import Case, Settings
 
 
@@ -18,6 +18,7 @@ def all_cases(settings: Settings) -> list[Case]:
         *networks,
         *kernels.ALL,
         *network.ALL,
+        *tune.ALL,
         *loader.ALL,
         *training.ALL,
         *system.ALL,

@@ -27,7 +27,15 @@ def report(records: Sequence[Row]) -> str:
     facts = machine(records)
     title = "" if facts.get("device") == "cuda" else "**Small test sizes: not a measurement.**\n\n"
     described = ", ".join(f"{key} {facts[key]}" for key in MACHINE if key in facts)
-    timings = *_cores(records), *_models(records), _kernels(records), _network(records), _loader(records), _training(records)
+    timings = (
+        *_cores(records),
+        *_models(records),
+        _kernels(records),
+        _network(records),
+        _tune(records),
+        _loader(records),
+        _training(records),
+    )
     parts = _status(records), *timings, _system(records), _troubles(records)
     return title + "\n\n".join([f"Machine: {described}.", *(part for part in parts if part)]) + "\n"
 
@@ -123,6 +131,20 @@ def _network(records: Sequence[Row]) -> str:
         elif "variant" in row:
             lines.append([*named, f"whole step: {row['variant']}", ranged(row["ms"]), "-", "-"])
     return table("A training step of 32 images", ["network", "precision", "kernels", "ms", "launches", "TB/s"], lines)
+
+
+def _tune(records: Sequence[Row]) -> str:
+    """The fastest variant of each operator and size. Less than 1 is faster than the library."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows(records, "tune"):
+        if row.get("times_ours"):
+            found.setdefault((row["operator"], row["direction"], row["sizes"]), []).append(row)
+    lines = []
+    for key, variants in found.items():
+        best = min(variants, key=lambda row: row["times_ours"][row["variant"]][0])
+        lines.append([*key, ranged(best["ms"]["ours"], 3), best["variant"], ranged(best["times_ours"][best["variant"]])])
+    heading = ["operator", "direction", "sizes", "ms", "fastest variant", "its time / ours"]
+    return table("Other values of `cuda/tuning.h`, TF32", heading, lines)
 
 
 def _loader(records: Sequence[Row]) -> str:

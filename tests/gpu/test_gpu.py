@@ -66,6 +66,7 @@ HERE = {
     "correctness/pooling": "check",
     "network/san10_patchwise tf32": "variant",
     "network/san10_patchwise compiled": "variant",
+    "tune/256 threads": "variant",
     "loader/training": "threads",
     "system/doctor": "what",
 }
