@@ -1,7 +1,8 @@
 """Attention alone at the sizes of SAN10's stages: our kernels, PyTorch operators and the authors' kernels.
 
 Each row compares in one process, in turn: `fused` (our kernels), `unfused` (a kernel per operator), `reference` (pad, unfold,
-einsum: plain torch, eager), `compiled` (the reference through torch.compile) and `authors`. The roofline is the least time:
+einsum: plain torch, eager), `compiled` (the reference through torch.compile), `authors`, and `flex`: torch's flex_attention
+in the same window, which is another function, with a dot product instead of a mapping. The roofline is the least time:
 the largest of bytes, FLOPs and instructions divided by their peak rates. Bytes are phi, psi, beta and y once each (twice in
 training, for their gradients); FLOPs are two per multiply-accumulate of gamma and the aggregation (three times as many in
 training); instructions are those of `Core.instructions`, which the GPU's schedulers start one by one. The peaks are those of a
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from san import ops
 from tests.benchmarks.stages import KINDS, MODES, STAGES, Core
@@ -49,6 +52,8 @@ def cores(kind: str, stages: Sequence[str], how: str, compiled: bool, settings: 
             if settings.on_gpu:
                 seconds["instructions"] = core.instructions(training) / peak["instructions_per_s"]
             limit = max(seconds, key=lambda name: seconds[name])
+            if settings.on_gpu:
+                row["peak_MiB"] = {name: peak_memory(calls[name]) for name in ready}
             row |= {"left_out": left_out, "roofline_ms": 1000 * seconds[limit], "limit": limit, "passed": "fused" in ready}
             yield row | summary(measure(ready, settings, 9), "fused")
             del ready, calls
@@ -73,12 +78,47 @@ def contenders(core: Core, mode: str, how: str, compiled: bool, settings: Settin
             finally:
                 del core.attention.attend
 
-        return {"fused": fused, "compiled": under("reference", how, settings.device, run_compiled)}
+        others = {"compiled": run_compiled, "flex": flex(core, mode, settings)}
+        return {"fused": fused} | {name: under("reference", how, settings.device, call) for name, call in others.items()}
     calls = {name: under(backend, how, settings.device, run) for name, backend in BACKENDS.items()}
     if settings.authors and settings.on_gpu and importlib.util.find_spec("cupy") and how != "bfloat16":
         theirs = functools.cache(partial(authors.calls, core, settings))  # built in the first call, which may fail
         calls["authors"] = under("reference", how, settings.device, lambda: theirs()[mode]())
     return calls
+
+
+def flex(core: Core, mode: str, settings: Settings) -> Call:
+    """Attention with a dot product over the same window, without pixels beyond the border, in heads of 32 channels."""
+    side, channels, reach = core.side, core.attention.value_channels, core.footprint // 2
+    heads = max(1, channels // 32)
+    device, dtype = settings.device, core.beta.dtype
+    shape = core.batch, heads, side**2, channels // heads
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=mode == "train") for _ in range(3))
+    grad = torch.randn(shape, device=device, dtype=dtype)
+
+    def in_window(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        down, right = query // side - key // side, query % side - key % side
+        return (down.abs() <= reach) & (right.abs() <= reach)
+
+    mask = create_block_mask(in_window, None, None, side**2, side**2, device=device)
+    attend = torch.compile(flex_attention) if settings.on_gpu else flex_attention
+
+    def run() -> None:
+        y = attend(q, k, v, block_mask=mask)
+        if mode == "train":
+            torch.autograd.grad(y, (q, k, v), grad)
+
+    return run
+
+
+def peak_memory(call: Call) -> float:
+    """MiB that a call allocates at once, without its inputs."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
 
 
 ALL = [

@@ -78,20 +78,30 @@ def _cores(records: Sequence[Row]) -> Iterator[str]:
         merged: dict[tuple[str, str], Row] = {}
         for row in found:
             if (row["precision"], row["mode"]) == (precision, mode):
-                kept = merged.setdefault((row["core"], row["stage"]), {"ms": {}, **row, "times_ours": {}, "left_out": {}})
+                new = {"ms": {}, **row, "times_ours": {}, "left_out": {}, "peak_MiB": {}}
+                kept = merged.setdefault((row["core"], row["stage"]), new)
+                kept["peak_MiB"] |= row.get("peak_MiB", {})
                 kept["times_ours"] |= row.get("times_ours", {})
                 kept["left_out"] |= row["left_out"]
         measured = {name for row in merged.values() for name in (*row["times_ours"], *row["left_out"])}
-        names = [name for name in ("unfused", "reference", "compiled", "authors") if name in measured]
+        names = [name for name in ("unfused", "reference", "compiled", "authors", "flex") if name in measured]
         lines = []
         for (kind, stage), row in sorted(merged.items()):
             ours = row["ms"].get("fused")
             share = f"{row['roofline_ms'] / ours[0]:.0%}".replace("%", " %") if ours else row["left_out"].get("fused", "-")
             others = [row["left_out"].get(name) or ranged(row["times_ours"].get(name), 1) for name in names]
             roofline = f"{row['roofline_ms']:.3f} ({row['limit']})"
-            lines.append([f"{kind}, {stage}", ranged(ours, 3), roofline, share, *others])
+            peaks = ", ".join(f"{name} {MiB:.0f}" for name, MiB in row["peak_MiB"].items()) or "-"
+            lines.append([f"{kind}, {stage}", ranged(ours, 3), roofline, share, *others, peaks])
         batches = "/".join(sorted({str(row["batch"]) for row in merged.values()}))
-        heading = ["attention alone", "fused, ms", "roofline, ms", "of roofline", *(f"{name} / fused" for name in names)]
+        heading = [
+            "attention alone",
+            "fused, ms",
+            "roofline, ms",
+            "of roofline",
+            *(f"{name} / fused" for name in names),
+            "peak MiB",
+        ]
         yield table(f"{'Training' if mode == 'train' else 'Evaluation'}, {precision}, batch {batches}", heading, lines)
 
 
