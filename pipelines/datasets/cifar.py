@@ -8,8 +8,6 @@ import hashlib
 import lzma
 import shutil
 import tarfile
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +16,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pipelines.datasets.dataset import list_images
@@ -26,8 +25,6 @@ from pipelines.errors import DataError
 
 Counting = Callable[[str, int | None, str], AbstractContextManager[Callable[[int], None]]]
 """Displays the progress of a task with this name, total (if known) and unit. The context's function adds to the count."""
-CHUNK = 10**6
-"""Bytes that are downloaded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ def prepare_cifar(root: Path, name: str, source: Path | None, counting: Counting
     if is_prepared(root):
         return root
     root.parent.mkdir(parents=True, exist_ok=True)
-    archive = source or _downloaded(CIFAR[name], root.parent, counting)
+    archive = source or _downloaded(CIFAR[name], root.parent)
     with unfinished_folder(root) as folder:
         with counting(f"write {root}", None, "images") as count:
             if has_splits(archive):
@@ -88,46 +85,22 @@ def prepare_cifar(root: Path, name: str, source: Path | None, counting: Counting
     return root
 
 
-def _downloaded(archive: Archive, folder: Path, counting: Counting) -> Path:
-    """Downloads an archive, or the rest of it after an interruption."""
+def _downloaded(archive: Archive, folder: Path) -> Path:
     path = folder / archive.url.rpartition("/")[2]
-    partial = path.with_name(f"{path.name}.part")
     if not path.exists():
-        done = partial.stat().st_size if partial.exists() else 0
-        request = urllib.request.Request(archive.url, headers={"Range": f"bytes={done}-"} if done else {})
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
-                is_rest, left = response.status == 206, int(response.headers["Content-Length"])
-                done *= is_rest
-                with (
-                    open(partial, "ab" if is_rest else "wb") as file,
-                    counting(f"download {path.name}", -(-(done + left) // CHUNK), "MB") as count,
-                ):
-                    count(done // CHUNK)
-                    while chunk := response.read(CHUNK):
-                        file.write(chunk)
-                        count(1)
-                    if file.tell() < done + left:
-                        raise OSError("the connection was closed")
-        except urllib.error.HTTPError as error:
-            if error.code != 416:  # nothing is left to download
-                raise _no_download(archive, error) from None
+            torch.hub.download_url_to_file(archive.url, str(path))
         except OSError as error:
-            raise _no_download(archive, error) from None
-        partial.rename(path)
+            reason = getattr(error, "reason", error)
+            raise DataError(
+                f"{archive.url}: cannot download ({reason}); run this command again, or download the file elsewhere and give "
+                "it with --from FILE"
+            ) from None
     with open(path, "rb") as file:
         if hashlib.file_digest(file, "md5").hexdigest() != archive.md5:
             path.unlink()
             raise DataError(f"{archive.url}: the downloaded file is damaged and was deleted; run this command again")
     return path
-
-
-def _no_download(archive: Archive, error: OSError) -> DataError:
-    reason = getattr(error, "reason", error)
-    return DataError(
-        f"{archive.url}: cannot download ({reason}); run this command again to continue, or download the file elsewhere and "
-        "give it with --from FILE"
-    )
 
 
 def _copy(source: Path, root: Path, count: Callable[[int], None]) -> None:
