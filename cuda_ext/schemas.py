@@ -66,12 +66,11 @@ pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tenso
     Tensor weight2, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 # pair_weights and aggregation in one: y [N, H, W, M], where channel c of beta [N, H, W, M] uses weight channel c % G. On CPUs,
 # all have one type; on GPUs, weights and beta may be half types, and at most 8 value channels may share a weight channel. The
-# weights are not stored, but computed again for the
-# gradients, from each pixel's largest logit (on GPUs, a number near it) and the reciprocal of the sum of exp(logit - largest):
-# softmax [N, 2, G, P]
+# weights are not stored, but computed again for the gradients, from each pixel's largest logit (on GPUs, a number near it) and
+# the reciprocal of the sum of exp(logit - largest): softmax [N, 2, G, P]
 attend_pairs(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2, Tensor weight2, Tensor beta,
     int kernel_size, int products, bool tf32) -> (Tensor, Tensor softmax)
-# -> gradients of center, around, norm, weight1, shift2, weight2, beta; only GPUs read y
+# -> gradients of center, around, norm, weight1, shift2, weight2, beta; only GPUs read y, on CPUs any such map will do
 attend_pairs_backward(Tensor grad, Tensor y, Tensor softmax, Tensor center, Tensor around, Tensor norm, Tensor weight1,
     Tensor shift2, Tensor weight2, Tensor beta, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor)
@@ -90,7 +89,7 @@ patch_linear_backward(Tensor grad, Tensor center, Tensor around, Tensor norm, Te
     -> (Tensor, Tensor, Tensor, Tensor)
 # The last Linear layer of a patchwise mapping and aggregation in one, without storing its result, the weights: hidden
 # [N, H, W, E], weight [G * K, E], bias [G * K], beta [N, H, W, M] -> y [N, H, W, M]. On GPUs, E is at most 64, at most 8 value
-# channels share a weight channel, and beta may be bfloat16 where the others are float32
+# channels share a weight channel, and beta may be a half type where the others are float32
 attend_patches(Tensor hidden, Tensor weight, Tensor bias, Tensor beta, int kernel_size, bool tf32) -> Tensor
 # -> gradients of hidden, weight, bias, beta
 attend_patches_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor bias, Tensor beta, int kernel_size, bool tf32) ->

@@ -349,6 +349,7 @@ struct ValueWork : LayerWork {
         values(*this, beta, f, v, 0),
         layers{G, chunks(S::hidden), this->weight1.to, this->shift2.to, this->weight2.to} {}
 
+  void prepare_all() const { prepare(stream(), center, around, shift2, weight1, weight2, values); }
   // Calls launch(plan, bytes of shared memory) for groups of 16 of these pixels.
   template <class Launch>
   void with_plan(int64_t pixels, const Launch& launch) const {
@@ -360,7 +361,7 @@ struct ValueWork : LayerWork {
 
 template <class F, class S>
 void forward(ValueWork<F, S>& work, const Tensor& y, float* softmax) {
-  prepare(work.stream(), work.center, work.around, work.shift2, work.weight1, work.weight2, work.values);
+  work.prepare_all();
   work.with_plan(work.pairs.pixels(), [&](const Plan& plan, size_t bytes) {
     SAN_LAUNCH_SHARED((attend_pairs_kernel<F, S, work.kTiles>), plan.grid(), kTeamThreads, bytes, work.stream(),
                       work.pairs, work.layers, plan, work.v, work.values.to, Floats(y), softmax);
@@ -370,7 +371,7 @@ void forward(ValueWork<F, S>& work, const Tensor& y, float* softmax) {
 // gz for the kernels. gz of pixel i and position o starts at (i * K + o) * pitch; it is 0 for pixels that do not exist.
 struct LogitGradients {
   const float* data;
-  int pitch, tiles;  // channels, and tiles of 8 of them
+  int pitch, tiles;  // channels, and the tiles of 8 that the kernels visit
   int missing;       // index of the zeros after the last pixel
 
   __device__ __forceinline__ const float* at(const Pairs& p, int pixel, const Offset& offset) const {
@@ -560,10 +561,16 @@ LogitGradients logit_gradients(ValueWork<F, S>& work, const Tensor& grad, const 
   float *gz = work.take(gz_size + p.positions() * pitch), *padded = work.take(p.padded_pixels() * v.values());
   const PaddedVector missing{nullptr, 0, p.positions() * pitch, gz + gz_size};
   const ValueMap grads(work, grad, {1, work.f.height, work.f.width}, v, 1);
-  const SoftmaxSums sums{work.keep_float(softmax), work.keep(y), work.keep(grad),      v,
-                         p.height * p.width,       sums_size,    work.take(sums_size), work.take(sums_size)};
-  prepare(work.stream(), work.center, work.around, work.shift2, work.weight1, work.weight2);
-  prepare(work.stream(), work.values, grads, sums, missing);
+  Tensor exact = y;
+  if (y.scalar_type() == ScalarType::Float) {
+    work.prepare_all();
+  } else {  // y is rounded, which would not cancel in the gradients of the logits
+    exact = work.empty({y.numel()});
+    forward(work, exact, work.take(softmax.numel()));
+  }
+  const SoftmaxSums sums{work.keep_float(softmax), work.keep(exact), work.keep(grad),      v,
+                         p.height * p.width,       sums_size,        work.take(sums_size), work.take(sums_size)};
+  prepare(work.stream(), grads, sums, missing);
   work.with_plan(p.pixels(), [&](const Plan& plan, size_t) {
     SAN_LAUNCH_SHARED((logit_gradient_kernel<F, S, work.kTiles>), plan.grid(), kTeamThreads, 0, work.stream(), p,
                       work.layers, plan, v, work.values.to, grads.to, sums, pitch, gz);
@@ -573,7 +580,7 @@ LogitGradients logit_gradients(ValueWork<F, S>& work, const Tensor& grad, const 
                       work.layers, plan, v, grads.to, sums, Floats(padded));
   });
   fold_values(work.stream(), padded, work.f, v, to_beta);
-  return {gz, pitch, tiles_for(work.G), static_cast<int>(p.pixels())};
+  return {gz, pitch, S::is_whole ? S::weights : tiles_for(work.G), static_cast<int>(p.pixels())};
 }
 
 template <class F, class S>

@@ -96,6 +96,8 @@ class Operator:
     backward_arguments: Callable[[Arguments, Arguments], Arguments]
     """The backward operator's arguments after the gradients, from the arguments and the saved outputs."""
     saved_outputs: tuple[int, ...] = ()
+    saved_on_cpu: tuple[int, ...] | None = None
+    """If a CPU needs fewer of them."""
     saved_instead: dict[int, int] = field(default_factory=dict)
     """Inputs whose places in `backward_arguments` and `definition` are taken by an output."""
     differentiable_outputs: int | None = None
@@ -314,8 +316,9 @@ OPERATORS = (
         definition=fused_reference.attend_pairs,
         fake=_attend_pairs,
         fake_backward=lambda grad, y, softmax, *inputs: _like(inputs[:7]),
-        backward_arguments=lambda inputs, outputs: (*outputs, *inputs),
+        backward_arguments=lambda inputs, outputs: (*(inputs[6], *outputs)[-2:], *inputs),  # on CPUs beta in the place of y
         saved_outputs=(0, 1),
+        saved_on_cpu=(1,),
         differentiable_outputs=1,
         flops=_attend_pairs_flops,
         flops_backward=lambda grad, y, softmax, *inputs: 2 * _attend_pairs_flops(*inputs),
@@ -408,15 +411,21 @@ def _save(operator: Operator, ctx: Any, inputs: Arguments, output: Any) -> None:
         ctx.mark_non_differentiable(*outputs[operator.differentiable_outputs :])
         ctx.set_materialize_grads(False)
     ctx.inputs = [Tensor if isinstance(x, Tensor) else x for x in inputs]
-    saved = [outputs[index] for index in operator.saved_outputs]
+    saved = [outputs[index] for index in _saved(operator, outputs[0])]
     kept = [outputs[operator.saved_instead[at]] if at in operator.saved_instead else x for at, x in enumerate(inputs)]
     ctx.save_for_backward(*saved, *(x for x in kept if isinstance(x, Tensor)))
 
 
+def _saved(operator: Operator, output: Tensor) -> tuple[int, ...]:
+    on_cpu = operator.saved_on_cpu if output.device.type == "cpu" else None
+    return operator.saved_outputs if on_cpu is None else on_cpu
+
+
 def _differentiate(operator: Operator, ctx: Any, *grads: Tensor, added: Tensor | None = None) -> Arguments:
     """The gradients of an operator's inputs. `added`, which only `norm_relu` takes, is added to the first of them."""
-    grads, count = grads[: operator.differentiable_outputs], len(operator.saved_outputs)
+    grads = grads[: operator.differentiable_outputs]
     saved = ctx.saved_tensors  # activation checkpointing allows one read
+    count = len(saved) - sum(x is Tensor for x in ctx.inputs)
     outputs, tensors = saved[:count], iter(saved[count:])
     inputs = tuple(next(tensors) if x is Tensor else x for x in ctx.inputs)
     more = () if added is None else (added,)

@@ -70,6 +70,8 @@ SIZES = [
     Sizes(1, 4, 3, 3, 66, 0, 32),
     Sizes(1, 3, 4, 3, 50, 0, 5, products=50),
     Sizes(1, 4, 5, 3, 66, 64, 32),  # channels of stage 4
+    Sizes(1, 4, 5, 3, 10, 32, 4),  # fewer weight channels than in the stages of SAN with as many hidden ones
+    Sizes(1, 4, 5, 3, 34, 64, 8),
     STAGE_5,
 ]
 

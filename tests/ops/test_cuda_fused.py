@@ -88,6 +88,31 @@ def test_half_weights(operator: str, shim: Any) -> None:
             assert_near(got[1:], want[1:], 0.2, (dtype, sizes))
 
 
+def test_values_with_a_large_mean_in_half_types(shim: Any) -> None:
+    """The result of the forward pass is rounded to the type of the values, which must not bias the gradients."""
+    sizes = Sizes(2, 9, 9, 7, 18, 16, 8, shares=8)
+    exact = sample("attend_pairs", sizes)
+    *others, beta = with_half_weights("attend_pairs", (*exact[:-1], exact[-1] + 10), torch.bfloat16)[0]
+    rounded = tuple(x.double() for x in (*others, beta))
+    _, *got = run_kernels("attend_pairs", (*others, beta), sizes, shim)
+    grad = cotangents((beta,))[0].double()
+    leaves = [x.requires_grad_() for x in rounded]
+    want = torch.autograd.grad(defined("attend_pairs", tuple(leaves), sizes)[0], leaves, grad)
+    assert_near(got[4:], want[4:], 2e-2)  # shift2, weight2 and beta
+
+
+def test_reads_no_memory_that_nobody_wrote(shim: Any) -> None:
+    """In deterministic mode, torch fills new tensors with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        for operator, sizes in itertools.product(OPERATORS, SMALL):
+            for tf32 in (False, True):
+                found = run_kernels(operator, sample(operator, sizes, torch.float32), sizes, shim, tf32)
+                assert all(x.isfinite().all() for x in found), (operator, sizes)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_softmax_of_pairwise_attention_is_that_of_the_cpu(shim: Any) -> None:
     """Its reference may be any number near the largest logit."""
     for sizes in SMALL:
