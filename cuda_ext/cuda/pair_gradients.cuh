@@ -1,4 +1,4 @@
-// Gradients of center, around and norm, for pair_covariance and pair_weights. A `Source` recomputes the gradient of a1
+// Gradients of center, around and norm, for pair_covariance and attend_pairs. A `Source` recomputes the gradient of a1
 // for each pair.
 //
 // The same kernel runs twice: for pixels of center, whose gradients are sums over the footprint, and for padded pixels
@@ -23,7 +23,7 @@ constexpr int resident_blocks_of_gradients() {
 // pixels, d]. A block computes S::relation tiles of channels.
 //
 // Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32, all limited by instruction issue.
-// pair_covariance: 9 mma for 16 pairs; reads and writes 40 MB; 0.05 ms each for center and around. pair_weights: 14
+// pair_covariance: 9 mma for 16 pairs; reads and writes 40 MB; 0.05 ms each for center and around. attend_pairs: 14
 // mma; reads another 157 MB of gz; 0.07 and 0.08 ms. Measured on an H200: 0.18 and 0.19 ms.
 template <class F, class S, bool kAround, class Source>
 __global__ void __launch_bounds__(kTeamThreads, resident_blocks_of_gradients<F, S>())
