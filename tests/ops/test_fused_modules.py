@@ -477,6 +477,17 @@ def test_saves_nothing_for_each_pair(kind: str) -> None:
     assert max(saved("auto").values()) < positions * pixels
 
 
+@every_kind
+def test_result_may_be_changed_in_place_on_a_cpu(kind: str) -> None:
+    setting = Setting(kind)
+    x_NCHW = setting.x().contiguous(memory_format=torch.channels_last).requires_grad_()
+    grads = []
+    for change in (Tensor.mul, Tensor.mul_):
+        y_NCHW = change(setting.module()(x_NCHW), 2)
+        grads += torch.autograd.grad(y_NCHW.square().sum(), x_NCHW)
+    assert torch.equal(*grads)
+
+
 def test_autocast_allows_tf32_in_products_of_attention() -> None:
     """Factors in bfloat16 would be less exact than in TF32, which is three times as fast as float32 on a GPU."""
     setting = Setting("pairwise")
