@@ -93,7 +93,7 @@ class Gamma(nn.Sequential):
     def fuses_pair_values(self, phi_NRHW: Tensor, beta_NMHW: Tensor) -> bool:
         """Whether the types and sizes suit `attend_pairs`, if `fuses_pairs`."""
         last = self[-1]
-        if not isinstance(last, nn.Conv2d) or len(self) > 6:
+        if not isinstance(last, nn.Conv2d) or len(self) > 6 or not fuses("attend_pairs", beta_NMHW):
             return False
         if beta_NMHW.is_cuda:
             return _fuses_values_on_gpu(last.out_channels, beta_NMHW)
