@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.compiler.config
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -478,10 +481,22 @@ def _by_definition(define: Callable[..., Any], grads: Sequence[Tensor], inputs: 
     return tuple(next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in views)
 
 
+def _tag_compiled_graphs() -> None:
+    """Keeps torch.compile from reusing backward graphs that it stored on disk before this folder or the schemas changed.
+
+    It finds stored graphs by their forward pass, in which an operator is only a name.
+    """
+    state = hashlib.sha256()
+    for path in (*sorted(Path(__file__).parent.glob("*.py")), Path(schemas.__file__)):
+        state.update(path.read_bytes())
+    torch.compiler.config.cache_key_tag += f"san-{state.hexdigest()[:16]}"
+
+
 _NORM_RELU = next(operator for operator in OPERATORS if operator.name == "norm_relu")
 
 # At import and not with the kernels, because `FlopCounterMode` copies the formulas when it is created.
 schemas.define("san")
 for _operator in OPERATORS:
     _register(_operator)
+_tag_compiled_graphs()
 torch.library.register_fake("san::track_statistics")(lambda *_: None)

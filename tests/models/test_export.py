@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +96,35 @@ def test_compiled_model_accepts_images_of_any_size() -> None:
     for batch, height, width in [(2, 8, 10), (3, 8, 10), (2, 12, 14)]:
         images = torch.randn(batch, 3, height, width)
         torch.testing.assert_close(results(compiled, images), results(plain, images), rtol=1e-4, atol=1e-5)
+
+
+COMPILED_GRADIENT = """
+import torch, san.ops
+x = torch.ones(1, 4, 5, 5, requires_grad=True)
+y = torch.compile(lambda x: san.ops.subtraction(x, x.detach(), 3))(x)
+y.backward(torch.ones_like(y))
+print(x.grad.sum().item())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_stored_graphs_are_not_those_of_other_derivatives(tmp_path: Path) -> None:
+    """torch.compile stores graphs on disk, and an update of this package may change how operators are differentiated."""
+    for package in ("san", "cuda_ext"):
+        shutil.copytree(package, tmp_path / package, ignore=shutil.ignore_patterns("weights", "__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "graphs")}
+
+    def gradient() -> float:
+        command = [sys.executable, "-c", COMPILED_GRADIENT]
+        return float(subprocess.run(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, check=True).stdout)
+
+    before = gradient()
+    source = tmp_path / "san/ops/library.py"
+    changed = source.read_text().replace("(*(grad.to(", "(*(2 * grad.to(")
+    assert changed != source.read_text()
+    source.write_text(changed)
+    assert gradient() == 2 * before != 0
 
 
 DYNAMIC = {0: torch.export.Dim("N"), 2: torch.export.Dim("H", min=16), 3: torch.export.Dim("W", min=16)}
