@@ -26,8 +26,8 @@ from pydantic.fields import FieldInfo
 
 import san
 from experiments.cli import cli
-from experiments.grids import grid
-from experiments.grids.config import CheckpointingConfig, DataConfig, EngineConfig, RecipeConfig, ResourcesConfig
+from experiments.config import grid
+from experiments.config.config import CheckpointingConfig, DataConfig, EngineConfig, RecipeConfig, ResourcesConfig
 from san.models.pretrained import WEIGHTS, WEIGHTS_DIR, read_config
 from san.models.resnet import ResNetSpec
 from san.models.san import PairwiseSpec, PatchwiseSpec, ScalarSpec

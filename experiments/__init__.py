@@ -43,9 +43,9 @@ def load_results(
         DataError: images that cannot be used; trials are identified by their images, too.
         UnavailableError: the bucket or MLflow cannot be used.
     """
-    from experiments.grids.expand import grid_path
-    from experiments.grids.request import GridRequest
-    from experiments.report.trial_table import trial_table
+    from experiments.config.expand import grid_path
+    from experiments.config.grid import GridRequest
+    from experiments.report.tables import trial_table
     from experiments.runner.grid_run import known_results, open_grid_run
 
     request = GridRequest(grid_path(grid), profile, overrides, runs, seeds, imports=tuple(imports))

@@ -18,8 +18,8 @@ from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, RUNS, FilePa
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
+    from experiments.config.grid import ProtocolName
     from experiments.evaluation.evaluate import LoadedModel
-    from experiments.grids.grid import ProtocolName
 
 SPLIT = click.option(
     "--split", help="Images to use: val, train, val-split or a folder.  [default: the checkpoint's validation images]"
@@ -48,7 +48,7 @@ def convert(source: str, target: str, overrides: tuple[str, ...], force: bool, r
     """
     from experiments.evaluation.evaluate import open_checkpoint
     from experiments.runs.store import is_uri
-    from experiments.training.resolve import resolve_checkpoint
+    from experiments.training.checkpoint import resolve_checkpoint
     from san.models import checkpoint
 
     if is_uri(target):
@@ -96,9 +96,9 @@ def evaluate(
     Example: san evaluate runs/checkpoints/0123456789ab --split val
     """
     from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images
-    from experiments.grids.transform import transform
     from experiments.runner.progress import counting
-    from experiments.training.resolve import resolve_checkpoint
+    from experiments.training.checkpoint import resolve_checkpoint
+    from experiments.training.images import transform
 
     with resolve_checkpoint(checkpoint, runs) as (path, uri):
         opened = open_checkpoint(path, overrides, profile)
@@ -160,11 +160,10 @@ def predict(
     \b
     Example: san predict san10_patchwise_cifar10 photos --csv photos.csv
     """
-    from experiments.evaluation.evaluate import open_checkpoint
-    from experiments.evaluation.predict import find_images, write_csv
-    from experiments.evaluation.predict import predict as predictions_of
+    from experiments.evaluation.evaluate import find_images, open_checkpoint, write_csv
+    from experiments.evaluation.evaluate import predict as predictions_of
     from experiments.runner.progress import counting
-    from experiments.training.resolve import resolve_checkpoint
+    from experiments.training.checkpoint import resolve_checkpoint
 
     is_printed = as_json or table == Path("-")
     if as_json and table == Path("-"):
@@ -252,10 +251,10 @@ def robustness(
     \b
     Example: san robustness san10.pt san15.pt --protocol attack
     """
-    from experiments.cli.robustness import measure_all
-    from experiments.evaluation.protocols import PROTOCOLS
+    from experiments.evaluation.robustness import PROTOCOLS
     from experiments.report.data import measurements
     from experiments.report.tables import protocol_table
+    from experiments.runner.measure import measure_all
     from experiments.runs.store import is_uri
 
     # The query of an address and the name of a file may contain a `=`, too.
@@ -322,9 +321,8 @@ def attention(
     """
     from experiments.evaluation.attention import compute_all_attention, compute_attention, in_words, layer_name, open_image
     from experiments.evaluation.evaluate import open_checkpoint
-    from experiments.report.attention_page import save_page
-    from experiments.report.attention_plot import save
-    from experiments.training.resolve import resolve_checkpoint
+    from experiments.report.attention_plot import save, save_page
+    from experiments.training.checkpoint import resolve_checkpoint
 
     def open_one(checkpoint: str) -> LoadedModel:
         with resolve_checkpoint(checkpoint, runs) as (path, _):

@@ -37,9 +37,8 @@ from experiments.cli.options import (
 from experiments.errors import UnavailableError, UserError
 
 if TYPE_CHECKING:
-    from experiments.grids.request import GridRequest
-    from experiments.runner.estimate import Hours
-    from experiments.runner.plan import PlannedTrial
+    from experiments.config.grid import GridRequest
+    from experiments.runner.plan import Hours, PlannedTrial
 
 
 HEADINGS = {
@@ -180,7 +179,7 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
     Example: san report experiments/grids/footprint.yaml --html footprint.html
     """
     from experiments.cli.report import print_report, print_unfinished, write_page, write_trials
-    from experiments.report.build import records_of, tables
+    from experiments.report.tables import records_of, tables
     from experiments.runner.grid_run import finished_results, known_results, open_grid_run
 
     prints_trials = csv == Path("-")
@@ -246,7 +245,7 @@ def study(
     Example: san study --profile cifar10 --seeds 5
     """
     from experiments.cli.run import study as run_study
-    from experiments.grids.config import PROJECT_DIR
+    from experiments.config.config import PROJECT_DIR
 
     folder = PROJECT_DIR / "docs" / "results" / Path(profile).stem
     page, kept = page or folder / "study.md", kept or folder / "trials.csv"

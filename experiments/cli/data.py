@@ -76,7 +76,7 @@ def prepare(name: str, folder: Path | None, source: Path | None) -> None:
     \b
     Example: san data prepare cifar10
     """
-    from experiments.grids.config import PROJECT_DIR
+    from experiments.config.config import PROJECT_DIR
     from experiments.runner.progress import counting
     from pipelines import CIFAR, prepare_cifar, prepare_digits
 

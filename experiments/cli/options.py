@@ -29,7 +29,7 @@ def not_empty(_context: click.Context, option: click.Parameter, value: str | Non
 
 def import_now(_context: click.Context, _option: click.Parameter, paths: Sequence[str]) -> None:
     """Imports the files of `--import` for a command without a grid."""
-    from experiments.grids.imports import import_files
+    from experiments.config.imports import import_files
 
     import_files(paths)
 
@@ -50,7 +50,7 @@ class _Grid(click.ParamType[Path]):
     name = "grid"
 
     def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        from experiments.grids.expand import grid_path
+        from experiments.config.expand import grid_path
 
         return grid_path(value)
 
@@ -104,7 +104,7 @@ def grid_options(*options: Option) -> Option:
     def add(command: Command) -> Command:
         @functools.wraps(command)
         def with_request(**given: Any) -> None:
-            from experiments.grids.request import GridRequest
+            from experiments.config.grid import GridRequest
 
             request = {field.name: given.pop(field.name) for field in dataclasses.fields(GridRequest) if field.name in given}
             command(request=GridRequest(**request), **given)

@@ -13,14 +13,13 @@ import click
 
 from experiments.errors import UserError
 from experiments.evaluation.attention_samples import attention_samples
-from experiments.report.build import caption, measurements_of, tables
-from experiments.report.charts import CURVES, save_plot
 from experiments.report.data import GridReport, shown_rows, table_rows
 from experiments.report.page import page
-from experiments.report.trial_table import trial_table
+from experiments.report.plots import CURVES, save_plot
+from experiments.report.tables import caption, measurements_of, tables, trial_table
 from experiments.runner.grid_run import GridRun, finished_trials, is_done, is_finished
 from experiments.runner.plan import missing_measurements
-from experiments.runs.retry import retry
+from experiments.runs.store import retry
 from experiments.runs.summary import CONFUSION, Confusion
 from experiments.tracking import Result
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import click
 
 from experiments.cli.report import print_report
+from experiments.config.expand import GRIDS_DIR
+from experiments.config.grid import GridRequest
 from experiments.errors import UserError
-from experiments.grids.expand import GRIDS_DIR
-from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_claims
 from experiments.report.study import section_of, write_study
 from experiments.runner.execute import execute, prepare, train
 from experiments.runner.grid_run import GridRun, is_finished, known_results, open_grid_run
 from experiments.runner.plan import to_train
 from experiments.runner.progress import trial_count
-from experiments.runs.retry import retry
+from experiments.runs.store import retry
 from experiments.tracking import TrackerError
 from experiments.tracking.results_file import add_results, read_results
 from experiments.training.images import open_data

@@ -62,7 +62,7 @@ def delete(names: tuple[str, ...], yes: bool, runs: str | None) -> None:
     """
     from experiments.runner.progress import trial_count
     from experiments.runs.workspace import open_workspace
-    from experiments.tracking.deletion import delete_trials, find_trials
+    from experiments.tracking.listing import delete_trials, find_trials
 
     workspace = open_workspace(runs)
     trials = find_trials(workspace.tracking_uri, names)
@@ -98,7 +98,7 @@ def ui(port: int, runs: str | None) -> None:
     Example: san ui --port 5000
     """
     from experiments.runs.workspace import has_store, open_workspace
-    from experiments.tracking.store import follow_moved_folder
+    from experiments.tracking.client import follow_moved_folder
 
     workspace = open_workspace(runs)
     uri = workspace.tracking_uri

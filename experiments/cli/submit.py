@@ -16,16 +16,14 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 import yaml
 
+from experiments.config.config import PROJECT_DIR
+from experiments.config.expand import expand, profile_path, read_grid, read_profile
+from experiments.config.grid import GridRequest, is_checkpoint_name
 from experiments.errors import UserError
-from experiments.grids.config import PROJECT_DIR
-from experiments.grids.expand import expand, profile_path, read_grid, read_profile
-from experiments.grids.grid import is_checkpoint_name
-from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
-from experiments.runs.address import require_no_secret
 from experiments.runs.provenance import COMMIT_VARIABLE, git_commit
 from experiments.runs.store import is_uri
-from experiments.runs.workspace import open_store
+from experiments.runs.workspace import open_store, require_no_secret
 
 if TYPE_CHECKING:
     from cluster.submit import JobServer

@@ -9,13 +9,12 @@ from typing import Any
 import click
 
 from experiments.cli.options import OVERRIDES, RUNS
+from experiments.config.grid import GridRequest
 from experiments.evaluation.evaluate import Evaluation, LoadedModel, evaluate_checkpoint, open_checkpoint, open_images
-from experiments.grids.request import GridRequest
-from experiments.grids.transform import transform
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.progress import counting
 from experiments.training.checkpoint import last_of
-from experiments.training.images import open_data
+from experiments.training.images import open_data, transform
 from pipelines import Dataset
 from san.models import pretrained
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experiments.errors import UserError
 from experiments.evaluation.evaluate import LoadedModel, open_images
-from experiments.grids.transform import transform
+from experiments.training.images import transform
 from pipelines import DataError, Dataset, Loader
 from pipelines.datasets.check import broken_images
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, attention_weights

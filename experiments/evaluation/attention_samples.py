@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from experiments.config.grid import Trial
 from experiments.errors import UnavailableError, UserError
 from experiments.evaluation.attention import Attention, compute_attention
 from experiments.evaluation.evaluate import open_checkpoint, open_images
-from experiments.grids.grid import Trial
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result
-from experiments.training.checkpoint import last_of
-from experiments.training.resolve import resolve_checkpoint
+from experiments.training.checkpoint import last_of, resolve_checkpoint
 from pipelines import DataError
 from san import CheckpointError
 from san.models.san import SANSpec

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import san
-from experiments.grids.config import ModelConfig
+from experiments.config.config import ModelConfig
 from san.choice import ModelError
 from san.models import ModelSpec
 

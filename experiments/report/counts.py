@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import san
+from experiments.config.config import ModelConfig, merged, model_errors
+from experiments.config.expand import expand, parse_override
+from experiments.config.grid import GridRequest
 from experiments.errors import UserError
-from experiments.grids.config import ModelConfig, merged, model_errors
-from experiments.grids.expand import expand, parse_override
-from experiments.grids.request import GridRequest
 from experiments.paper.tables import INPUT_SIZE, PaperRow, count, paper_rows, table_names
 from experiments.report.tables import Table
 from san.complexity import Part

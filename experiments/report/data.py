@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import san
-from experiments.evaluation.protocol import Numbers, Protocol
-from experiments.grids.config import value_at
-from experiments.grids.grid import Trial
+from experiments.config.config import value_at
+from experiments.config.grid import Trial
+from experiments.evaluation.robustness import Numbers, Protocol
 from experiments.paper.tables import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count, counts_at_paper_setting, paper_rows
 from experiments.report.interval import half_width
 from experiments.runner.grid_run import GridRun, finished_trials

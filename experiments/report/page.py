@@ -14,16 +14,13 @@ from markupsafe import Markup, escape
 
 from experiments.evaluation.attention import variance_in_words
 from experiments.evaluation.attention_samples import MOST_SAMPLES
-from experiments.evaluation.protocol import TITLES
-from experiments.evaluation.protocols import PROTOCOLS
+from experiments.evaluation.robustness import PROTOCOLS, TITLES
 from experiments.report import attention_plot, plots
 from experiments.report import data as report_data
-from experiments.report.build import setting
-from experiments.report.charts import cost_charts, curve_charts, plot_charts
 from experiments.report.data import GridReport, Measurement, TableRow, grid_measurements
 from experiments.report.html import templates
-from experiments.report.plots import Chart
-from experiments.report.tables import MEASUREMENT_COLUMNS, Column, shown_columns, value_of
+from experiments.report.plots import Chart, cost_charts, curve_charts, plot_charts
+from experiments.report.tables import MEASUREMENT_COLUMNS, Column, setting, shown_columns, value_of
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.grids.config import DataConfig
+from experiments.config.config import DataConfig
 from experiments.paper.tables import Claim, paper_claims
 from experiments.report import interval
-from experiments.report.charts import save_plot
 from experiments.report.data import TableRow, table_rows
 from experiments.report.interval import Interval, Spread
+from experiments.report.plots import save_plot
 from experiments.report.tables import ACCURACY, Table, grid_table
 from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.tracking import Result

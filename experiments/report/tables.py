@@ -1,16 +1,25 @@
-"""Tables for terminals, Markdown and LaTeX, and records as CSV."""
+"""A grid's results as tables for terminals, Markdown and LaTeX, as CSV, and as a pandas DataFrame of its trials."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from experiments.evaluation.protocol import TITLES
+from experiments.config.config import flat
+from experiments.config.grid import Trial
+from experiments.evaluation.robustness import PROTOCOLS, TITLES
+from experiments.paper.tables import note_on_missing_rows, paper_numbers
 from experiments.report import interval
-from experiments.report.data import Measurement, TableRow, has_small_networks
+from experiments.report.data import Measurement, TableRow, counts_of_trained, grid_measurements, has_small_networks, table_rows
+from experiments.runner.grid_run import GridRun, is_finished
+from experiments.tracking import Result
+from experiments.tracking.results_file import METRICS
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class Column(NamedTuple):
@@ -164,3 +173,64 @@ def csv_text(records: Sequence[Any]) -> str:
             {key: " ".join(map(str, value)) if isinstance(value, tuple) else value for key, value in values.items()}
         )
     return out.getvalue()
+
+
+COUNTS = ("params", "flops_paper", "flops_actual")
+
+
+def trial_table(grid_run: GridRun, results: Mapping[str, Result]) -> pd.DataFrame:
+    """One row per trial in the grid's order; `experiments.load_results` describes the columns."""
+    import pandas as pd  # takes half a second
+
+    counts = counts_of_trained(grid_run.trials)
+    settings = pd.DataFrame([_settings(trial) for trial in grid_run.trials])
+    counted = pd.DataFrame([{name: getattr(counts[trial.row], name) for name in COUNTS} for trial in grid_run.trials])
+    finished = [results[trial.key].metrics if is_finished(results, trial) else {} for trial in grid_run.trials]
+    names = dict.fromkeys([*METRICS.values(), *sorted(set().union(*finished))])
+    metrics = [name for name in names if name not in COUNTS and not name.startswith("system/")]
+    return settings.join(counted).join(pd.DataFrame(finished, columns=metrics, dtype=float))
+
+
+def _settings(trial: Trial) -> dict[str, Any]:
+    config = flat(trial.record) | {"recipe.lr_used": trial.config.recipe.lr_used}
+    # Lists cannot be grouped by.
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
+    return {"key": trial.key, "trial": trial.name, "row": trial.row, "seed": trial.seed} | values
+
+
+def measurements_of(grid_run: GridRun, results: Mapping[str, Result]) -> list[Measurement]:
+    """The measurements of a grid that names a protocol; empty for other grids."""
+    if grid_run.grid.robustness is None:
+        return []
+    paper = paper_numbers(grid_run.grid.table) if grid_run.grid.table else {}
+    return grid_measurements(PROTOCOLS[grid_run.grid.robustness], grid_run.trials, results, paper)
+
+
+def records_of(grid_run: GridRun, results: Mapping[str, Result]) -> Sequence[TableRow | Measurement]:
+    """The records of the grid's printed table."""
+    return measurements_of(grid_run, results) if grid_run.grid.robustness else table_rows(grid_run, results)
+
+
+def tables(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, str]:
+    """The grid's table in each format: text, markdown, latex, csv."""
+    measured, rows = measurements_of(grid_run, results), table_rows(grid_run, results)
+    table = protocol_table(measured) if grid_run.grid.robustness else grid_table(rows)
+    return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(measured or rows)}
+
+
+def caption(grid_run: GridRun) -> str:
+    return f"{grid_run.grid.question} {setting(grid_run)}"
+
+
+def setting(grid_run: GridRun) -> str:
+    lengths = sorted({trial.config.recipe.epochs for trial in grid_run.trials})
+    epochs = "1 epoch" if lengths == [1] else f"{', '.join(map(str, lengths))} epochs"
+    lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in grid_run.trials))
+    paper = f"Paper: ImageNet, table `{grid_run.grid.table}`{lacking}. " if grid_run.grid.table else ""
+    changes = "".join(f", `{change}`" for change in grid_run.changes if not change.startswith("recipe.epochs="))
+    ours = f"{'Ours: p' if paper else 'P'}rofile `{grid_run.profile}`, {epochs}{changes}"
+    if grid_run.grid.robustness:
+        return f"{PROTOCOLS[grid_run.grid.robustness].caption} {paper}{ours}."
+    if grid_run.grid.table is None:
+        return f"{ours}; params and FLOPs of the trained models."
+    return f"{paper}{ours}; params and FLOPs for 224 x 224 images and 1000 classes."

@@ -14,16 +14,15 @@ from typing import Any, Protocol
 from cluster import ClusterError, Observer, Outcome, Placement, Resources, concurrency, this_machine
 from cluster.interrupt import interruptible
 from cluster.serial import sweep as serial_sweep
+from experiments.config.grid import Trial
 from experiments.errors import MachineError, UserError
-from experiments.grids.grid import Trial
 from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import images_in_words, missing_measurements, room, to_train
 from experiments.runner.progress import Progress, duration, trial_count
 from experiments.runner.restart import Restart
 from experiments.runs.claims import Claim, StopRequest, claimed_trials
-from experiments.runs.retry import OUTAGE_TIMEOUT, retry
-from experiments.runs.store import ClaimedError, StorageError, node_lock
+from experiments.runs.store import OUTAGE_TIMEOUT, ClaimedError, StorageError, node_lock, retry
 from experiments.runs.summary import read_top1
 from experiments.tracking import Result, TrackerError
 from experiments.training.device import training_device

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster import Placement
+from experiments.config.config import ModelConfig, TrialConfig, choices
+from experiments.config.expand import expand, profile_path
+from experiments.config.grid import Grid, GridRequest, Trial
 from experiments.errors import UserError
-from experiments.grids.config import ModelConfig, TrialConfig, choices
-from experiments.grids.expand import expand, profile_path
-from experiments.grids.grid import Grid, Trial
-from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
 from experiments.runs.workspace import Workspace, has_store, open_workspace
 from experiments.tracking import Result
+from experiments.training.fine_tuning import init_digest, initialize
 from experiments.training.images import data_digest, loaders, open_data, without_writing
-from experiments.training.pretrained import init_digest, initialize
 
 if TYPE_CHECKING:
     from experiments.tracking.tracker import Tracker

@@ -1,20 +1,23 @@
-"""Measures the trained trials of a grid under a protocol, on the machines that trained them."""
+"""Measures networks under a protocol: the trained trials of a grid on the machines that trained them, or any checkpoints."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from experiments.config.grid import ProtocolName, Trial
+from experiments.config.imports import import_sources
+from experiments.errors import UserError
 from experiments.evaluation.evaluate import open_checkpoint, open_images
-from experiments.evaluation.protocol import Condition, measured, percentages
-from experiments.grids.grid import Trial
-from experiments.grids.imports import import_sources
-from experiments.runner.progress import SECONDS_BETWEEN_LINES, Display
+from experiments.evaluation.robustness import PROTOCOLS, Condition, Ended, Numbers, measured, percentages
+from experiments.runner.progress import SECONDS_BETWEEN_LINES, Display, counting
 from experiments.runs.workspace import Workspace
-from experiments.training.checkpoint import last_of
+from experiments.training.checkpoint import CHECKPOINT, last_of, resolve_checkpoint
 from experiments.training.reporter import ReportFn
 from experiments.training.trainer import trial_log
 
@@ -126,3 +129,40 @@ class MeasureProgress:
     def _show(self) -> None:
         done = self.total - len(self.left)
         self.display.show("robustness", done, self.total, f"{done}/{self.total} conditions", list(self.running.values()))
+
+
+def measure_all(
+    names: Sequence[str],
+    overrides: Sequence[str],
+    protocol: ProtocolName,
+    profile: str | None,
+    split: str | None,
+    runs: str | Path | None,
+) -> dict[str, list[dict[str, Numbers]]]:
+    """Measures the numbers of each checkpoint under each condition. All checkpoints and their images are checked before the
+    first is measured.
+
+    Raises:
+        UserError, DataError: as in `open_checkpoint` and `open_images`; or no checkpoint is given, or one twice.
+    """
+    if not names:
+        raise UserError(f"no checkpoint given; expected {CHECKPOINT}")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{twice[0]}: given more than once; give each checkpoint once")
+    ours: dict[str, list[dict[str, Numbers]]] = {}
+    with ExitStack() as reached:
+        paths = {name: reached.enter_context(resolve_checkpoint(name, runs))[0] for name in names}
+        for path in paths.values():
+            open_images(open_checkpoint(path, overrides, profile), split)
+        for name, path in paths.items():
+            opened = open_checkpoint(path, overrides, profile)  # again: they may be too many for the memory
+            images, by_condition = open_images(opened, split), {}
+
+            def shown(condition: str, images: int, batch: int, name: str = name) -> AbstractContextManager[Ended]:
+                return counting(f"{name} {condition}", -(-images // batch), "batches")
+
+            for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, shown):
+                by_condition[condition.name] = numbers
+                print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
+            ours[name if opened.row is None else f"{opened.row} ({name})"] = [by_condition]
+    return ours

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
-from experiments.grids.grid import Trial
+from experiments.config.grid import Trial
 from experiments.runner.grid_run import GridRun, print_status
 from experiments.tracking import TrackerError
 

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from experiments.errors import UserError
-from experiments.runs.retry import retry
-from experiments.runs.store import StorageError, Store, is_uri
+from experiments.runs.store import StorageError, Store, is_uri, retry
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.grids.grid import Trial
+from experiments.config.grid import Trial
 from experiments.runs.store import ClaimedError, StorageError, Store
 
 GRIDS = "claims/grids"

@@ -1,15 +1,20 @@
-"""Where runs are stored: a folder that all nodes share (`LocalStore`), or a bucket (`S3Store`), behind one interface."""
+"""Where runs are stored: a folder that all nodes share (`LocalStore`), or a bucket (`S3Store`), behind one interface.
+
+`retry` repeats a request to a bucket or a tracking server that is away for a while.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -197,3 +202,35 @@ class LocalStore(Store):
 
     def _failure(self, name: str, what: str, error: OSError) -> StorageError:
         return StorageError(f"{self.uri(name)}: cannot {what} ({error.strerror}); check the disk, then run the command again")
+
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+OUTAGE_TIMEOUT = 120.0
+"""Seconds for which the end of a trial or of a grid waits for a server that is away."""
+PAUSE = 2.0
+"""Seconds between two attempts."""
+
+
+def retry(request: Callable[[], T], seconds: float | None = None) -> T:
+    """Returns the result of `request`, which is repeated for up to `seconds` (default: `OUTAGE_TIMEOUT`) while it raises
+    `UnavailableError`.
+
+    Raises:
+        UnavailableError: the last attempt failed too.
+    """
+    seconds = OUTAGE_TIMEOUT if seconds is None else seconds
+    limit, warned = time.monotonic() + seconds, False
+    while True:
+        try:
+            return request()
+        except UnavailableError as error:
+            if seconds == 0:
+                raise
+            if time.monotonic() > limit:
+                raise type(error)(f"{error}; gave up after {seconds:.0f} s") from None
+            if not warned:
+                _log.warning("%s; retrying for up to %.0f s", error, seconds)
+            warned = True
+            time.sleep(PAUSE)

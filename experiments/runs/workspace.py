@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from experiments.config.config import PROJECT_DIR, is_job_copy
+from experiments.config.grid import Trial
 from experiments.errors import UserError
-from experiments.grids.config import PROJECT_DIR, is_job_copy
-from experiments.grids.grid import Trial
-from experiments.runs.address import require_no_secret
 from experiments.runs.store import LocalStore, Store, is_uri
 
 
@@ -117,3 +116,22 @@ def open_workspace(runs: str | Path | None = None) -> Workspace:
 def has_store(uri: str) -> bool:
     """Whether anything can have been tracked there: a server, or a database that exists."""
     return not uri.startswith("sqlite:///") or Path(unquote(uri.removeprefix("sqlite:///"))).exists()
+
+
+def require_no_secret(uri: str) -> None:
+    """Raises `UserError` if an address contains a password, because addresses are printed, stored and passed on.
+
+    The message repeats only the scheme of the address, because the password itself may contain an @ or a ?.
+    """
+    scheme, _, rest = uri.partition("://")
+    if scheme in ("sqlite", "file"):
+        return
+    server = scheme in ("http", "https")
+    if not re.search("@" if server else "^[^@]*:[^@]*@|passw(or)?d=", rest):
+        return
+    way = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+    remedy = f"set {way}" if server else "store it where the database expects it, such as in PGPASSWORD or ~/.pgpass"
+    raise UserError(
+        f"MLFLOW_TRACKING_URI={scheme}://...: this address contains a password, which would be printed and stored; "
+        f"remove the password and {remedy}"
+    )

@@ -20,9 +20,9 @@ from mlflow.tracking import MlflowClient
 from mlflow.types import Schema, TensorSpec
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 
-from experiments.grids.grid import Trial
+from experiments.config.grid import Trial
 from experiments.runs.summary import Epoch
-from experiments.tracking.store import pages
+from experiments.tracking.client import pages
 from experiments.tracking.tracker import dataset_inputs
 from san import pyfunc, save_checkpoint
 from san.models.base import BaseModel

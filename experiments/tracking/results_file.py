@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+from experiments.config.grid import Trial
 from experiments.errors import UserError
-from experiments.grids.grid import Trial
-from experiments.tracking.result import Result
+from experiments.tracking import Result
 
 METRICS = {
     "top1": "val/top1",

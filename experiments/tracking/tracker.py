@@ -20,12 +20,12 @@ from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Lifecyc
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
-from experiments.grids.config import PROJECT_DIR, flat
-from experiments.grids.grid import Grid, Trial
+from experiments.config.config import PROJECT_DIR, flat
+from experiments.config.grid import Grid, Trial
 from experiments.runs.provenance import environment, git_commit, machine, versions
 from experiments.runs.summary import Epoch, best_of
-from experiments.tracking.result import Result, TrackerError
-from experiments.tracking.store import follow_moved_folder, open_client, pages, usable
+from experiments.tracking import Result, TrackerError
+from experiments.tracking.client import follow_moved_folder, open_client, pages, usable
 from san import Complexity
 
 BATCH = 100

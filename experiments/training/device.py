@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from experiments.config.config import EngineConfig, TrialConfig
 from experiments.errors import MachineError, UserError
-from experiments.grids.config import EngineConfig, TrialConfig
 from san.ops import library
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # options of glibc's mallopt

@@ -1,4 +1,4 @@
-"""The images of a trial: opens the datasets and creates the loaders."""
+"""The images of a trial: opens the datasets, and creates the transforms and the loaders."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from experiments.config.config import PROJECT_DIR, DataConfig, TrialConfig, too_many_parts
 from experiments.errors import UserError
-from experiments.grids.config import PROJECT_DIR, DataConfig, TrialConfig, too_many_parts
-from experiments.grids.transform import transform
-from pipelines import CIFAR, DataError, Dataset, Loader, prepare_digits
+from pipelines import CIFAR, DataError, Dataset, Loader, Transform, prepare_digits
 from pipelines.datasets.dataset import image_names
 from pipelines.datasets.manifest import list_path
 from pipelines.datasets.shards import index_path
@@ -243,4 +242,18 @@ def _loader(
         seed=seed,
         threads=decoding_threads(config.resources.cpus),
         device=device,
+    )
+
+
+def transform(config: DataConfig) -> Transform:
+    """The transform of a configuration."""
+    return Transform(
+        size=config.size,
+        resize=config.resize,
+        crop_area=config.crop_area,
+        crop_ratio=config.crop_ratio,
+        crop_padding=config.crop_padding,
+        flip=config.flip,
+        mean=config.mean,
+        std=config.std,
     )

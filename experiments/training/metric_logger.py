@@ -8,12 +8,12 @@ import random
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from experiments.grids.grid import Trial
-from experiments.runs.retry import PAUSE
+from experiments.config.grid import Trial
+from experiments.runs.store import PAUSE
 from experiments.runs.summary import Epoch
 from experiments.tracking import TrackerError
+from experiments.tracking.client import usable
 from experiments.tracking.registry import TrainedModel, register
-from experiments.tracking.store import usable
 from experiments.tracking.tracker import NodeMonitor, Tracker, TrialRun
 from experiments.training.checkpoint import Checkpoint
 from san import CheckpointError, Complexity

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
-from experiments.grids.config import RecipeConfig
+from experiments.config.config import RecipeConfig
 from experiments.training.device import to_device
 from san.models.base import BaseModel
 

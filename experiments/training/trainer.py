@@ -18,25 +18,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import san
+from experiments.config.config import TrialConfig
+from experiments.config.grid import Trial
+from experiments.config.imports import import_sources
 from experiments.errors import UserError
-from experiments.grids.config import TrialConfig
-from experiments.grids.grid import Trial
-from experiments.grids.imports import import_sources
 from experiments.runs.claims import Claim
-from experiments.runs.retry import OUTAGE_TIMEOUT
-from experiments.runs.store import StorageError
+from experiments.runs.store import OUTAGE_TIMEOUT, StorageError
 from experiments.runs.summary import CONFUSION, Confusion, Epoch, best_of, is_out_of_patience, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.augment import Augmentation
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
 from experiments.training.device import compute_tags, explain_oom, prepare_cpu, training_device
 from experiments.training.engine import Engine, join_process_group, numerics
+from experiments.training.fine_tuning import initialize
 from experiments.training.images import loaders
 from experiments.training.metrics import RunningEpoch, evaluate
-from experiments.training.pretrained import initialize
 from experiments.training.recipe import balancing_weights
-from experiments.training.reporter import ProgressReporter, ReportFn
-from experiments.training.watchdog import Watchdog
+from experiments.training.reporter import ProgressReporter, ReportFn, Watchdog
 from pipelines import Loader
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from experiments.grids.config import PROJECT_DIR
+from experiments.config.config import PROJECT_DIR
 from experiments.runs.summary import Epoch
 from experiments.tracking.tracker import Tracker, TrialRun
 from tests.faults.faults import GRID

@@ -37,9 +37,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from experiments.grids.config import PROJECT_DIR
-from experiments.grids.grid import Trial
-from experiments.grids.request import GridRequest
+from experiments.config.config import PROJECT_DIR
+from experiments.config.grid import GridRequest, Trial
 from experiments.runs.workspace import Workspace
 from experiments.training.device import training_device
 from experiments.training.engine import Engine, join_process_group

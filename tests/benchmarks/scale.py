@@ -26,8 +26,8 @@ from cluster import Outcome, Placement
 from cluster.serial import ReportFn
 from cluster.session import session
 from cluster.sweep import sweep
-from experiments.grids.config import PROJECT_DIR, flat
-from experiments.grids.request import GridRequest
+from experiments.config.config import PROJECT_DIR, flat
+from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import known_results, open_grid_run
 from experiments.runs.summary import Epoch
 

@@ -159,10 +159,10 @@ rows: [{id: timm, model: {name: timm/test_resnet}}]
 
 
 def test_grid_trains_a_model_of_timm(tmp_path: Path) -> None:
+    from experiments.config.grid import GridRequest
     from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images
-    from experiments.grids.request import GridRequest
-    from experiments.grids.transform import transform
     from experiments.runner.grid_run import open_grid_run
+    from experiments.training.images import transform
     from experiments.training.trainer import run_trial
 
     (tmp_path / "grid.yaml").write_text(GRID)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 import san
 from experiments.evaluation.evaluate import evaluation_loader, open_checkpoint, open_images
-from experiments.grids.transform import transform
+from experiments.training.images import transform
 from san.models import pretrained
 from tests.clients import conftest  # noqa: F401 (makes torchvision importable)
 

@@ -14,8 +14,8 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from experiments.cli import cli
-from experiments.grids.expand import expand
-from experiments.grids.request import GridRequest
+from experiments.config.expand import expand
+from experiments.config.grid import GridRequest
 from experiments.paper.tables import table_names
 
 ROOT = Path(__file__).parent.parent.parent

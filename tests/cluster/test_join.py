@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster import Node, Resources
-from experiments.grids.config import PROJECT_DIR
+from experiments.config.config import PROJECT_DIR
 from tests.cluster.heads import ray_head
 from tests.experiments.drivers import PATIENCE, clean_environment
 

@@ -20,7 +20,7 @@ from ray.job_submission import JobSubmissionClient
 
 from cluster import ClusterError
 from cluster.submit import JobServer
-from experiments.grids.config import PROJECT_DIR
+from experiments.config.config import PROJECT_DIR
 from experiments.runs.provenance import git_commit
 from tests.cluster.heads import ray_head
 from tests.cluster.test_join import JOIN, run_script

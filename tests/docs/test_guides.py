@@ -23,9 +23,9 @@ import pytest
 import yaml
 
 from experiments.cli import cli, main
-from experiments.grids.config import TrialConfig, keys_at
-from experiments.grids.expand import expand, read_grid
-from experiments.grids.request import GridRequest
+from experiments.config.config import TrialConfig, keys_at
+from experiments.config.expand import expand, read_grid
+from experiments.config.grid import GridRequest
 from experiments.paper.tables import table_names
 
 ROOT = Path(__file__).parent.parent.parent

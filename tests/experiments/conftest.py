@@ -16,9 +16,8 @@ import torch
 from PIL import Image
 
 from experiments.cli import main
-from experiments.grids.config import DataConfig
-from experiments.grids.grid import Trial
-from experiments.grids.request import GridRequest
+from experiments.config.config import DataConfig
+from experiments.config.grid import GridRequest, Trial
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from experiments.grids.config import PROJECT_DIR
+from experiments.config.config import PROJECT_DIR
 
 PATIENCE = 480.0
 """Seconds after which a test assumes that a process hangs: longer than it takes on a busy machine, and less than the limit of

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from experiments.grids.grid import Trial
+from experiments.config.grid import Trial
 from experiments.runs.workspace import Workspace
 from experiments.training.engine import Engine, _import_deepspeed
 from experiments.training.trainer import ShouldContinue, run_trial

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from mlflow.entities import Run
 
-from experiments.grids.grid import Trial
+from experiments.config.grid import Trial
 from experiments.runner.grid_run import GridRun
 from experiments.runs.store import LocalStore
 from experiments.runs.summary import Epoch

@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import torch
 
-from experiments.grids.request import GridRequest
+from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.checkpoint import Checkpoint
 from tests.cluster.test_supervision import AGENTS, MARK, marked

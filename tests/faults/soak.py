@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 
-from experiments.grids.request import GridRequest
+from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.runs.workspace import open_store
 from experiments.training.checkpoint import DAMAGE, Checkpoint

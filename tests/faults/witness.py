@@ -21,7 +21,7 @@ from torch import nn
 
 import experiments.runner.execute
 from experiments.cli import main
-from experiments.grids.grid import Trial
+from experiments.config.grid import Trial
 from experiments.runs.workspace import Workspace, open_store
 from experiments.training.engine import Engine
 from experiments.training.trainer import run_trial

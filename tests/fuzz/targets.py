@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import san
+from experiments.config.expand import PROFILES_DIR, expand, profile_path
+from experiments.config.grid import GridRequest, Trial
 from experiments.evaluation.evaluate import open_checkpoint
-from experiments.grids.expand import PROFILES_DIR, expand, profile_path
-from experiments.grids.grid import Trial
-from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
 from experiments.runs.summary import read_top1
 from experiments.runs.workspace import open_store

@@ -21,16 +21,14 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from experiments.grids.expand import expand
-from experiments.grids.grid import Trial
-from experiments.grids.request import GridRequest
-from experiments.grids.transform import transform
+from experiments.config.expand import expand
+from experiments.config.grid import GridRequest, Trial
 from experiments.paper.tables import table_names
 from experiments.runs.summary import Epoch
 from experiments.training.augment import Augmentation
 from experiments.training.checkpoint import Checkpoint, Origin
 from experiments.training.engine import Engine, join_process_group, numerics
-from experiments.training.images import data_digest, open_data
+from experiments.training.images import data_digest, open_data, transform
 from experiments.training.metrics import Accuracy, RunningEpoch, Scores
 from pipelines import Dataset, Transform
 

@@ -54,8 +54,7 @@ def compared(name: str, graphs: Found, eager: Found, allowed: float) -> Iterator
 def gradient_descent(name: str, precision: str, graphs: bool, settings: Settings) -> Found:
     """Runs forward and backward like the engine, with plain gradient descent and without DeepSpeed, which not every GPU machine
     has."""
-    from experiments.training.engine import _flat_gradients
-    from experiments.training.graphs import StepGraphs
+    from experiments.training.engine import StepGraphs, _flat_gradients
     from experiments.training.recipe import MixedBatch
 
     model = network(name, settings).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -84,9 +83,8 @@ def gradient_descent(name: str, precision: str, graphs: bool, settings: Settings
 
 def engine(name: str, precision: str, accumulate: int, graphs: bool, settings: Settings) -> Found:
     """Runs the engine with momentum and weight decay."""
-    from experiments.grids.config import EngineConfig, RecipeConfig
-    from experiments.training.engine import Engine, join_process_group
-    from experiments.training.graphs import StepGraphs
+    from experiments.config.config import EngineConfig, RecipeConfig
+    from experiments.training.engine import Engine, StepGraphs, join_process_group
 
     join_process_group(torch.device(settings.device, 0) if settings.on_gpu else torch.device("cpu"))
     values = {"epochs": 2, "batch_size": 8, "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4, "label_smoothing": 0.1}

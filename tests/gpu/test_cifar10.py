@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.grids.config import PROJECT_DIR
+from experiments.config.config import PROJECT_DIR
 from experiments.training.checkpoint import Checkpoint
 
 

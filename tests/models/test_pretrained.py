@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import san
-from experiments.grids.expand import profile_path, read_profile
+from experiments.config.expand import profile_path, read_profile
 from san.models.base import BaseModel
 from san.models.pretrained import WEIGHTS_DIR, load_folder, read_config, save_folder
 

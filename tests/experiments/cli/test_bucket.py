@@ -15,7 +15,7 @@ import boto3
 import pytest
 
 from experiments.cli import main
-from experiments.grids.request import GridRequest
+from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.runs.bucket import S3Store
 from experiments.training.checkpoint import best_in

@@ -20,9 +20,9 @@ from click.testing import CliRunner
 
 from cluster.session import private_folder
 from experiments.cli import cli
-from experiments.grids.config import PROJECT_DIR
-from experiments.grids.expand import GRIDS_DIR, expand, profile_path
-from experiments.grids.request import GridRequest
+from experiments.config.config import PROJECT_DIR
+from experiments.config.expand import GRIDS_DIR, expand, profile_path
+from experiments.config.grid import GridRequest
 from experiments.paper.tables import paper_rows, table_names
 from experiments.report import counts
 from experiments.runs.workspace import default_runs

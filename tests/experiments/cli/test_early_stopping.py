@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from experiments.cli.run import run
+from experiments.config.expand import expand
+from experiments.config.grid import GridRequest
 from experiments.errors import UserError
-from experiments.grids.expand import expand
-from experiments.grids.request import GridRequest
 from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, to_train

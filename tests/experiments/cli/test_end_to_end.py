@@ -15,8 +15,7 @@ import torch
 
 from cluster.session import alone
 from experiments.cli.run import run
-from experiments.grids.grid import Trial
-from experiments.grids.request import GridRequest
+from experiments.config.grid import GridRequest, Trial
 from experiments.runner import execute
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import missing_measurements

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.grids.config import PROJECT_DIR
-from experiments.grids.request import GridRequest
+from experiments.config.config import PROJECT_DIR
+from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import GridRun, open_grid_run
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
 from tests.docs.test_guides import blocks

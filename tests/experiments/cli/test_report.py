@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from experiments.cli.report import print_report
-from experiments.grids.config import PROJECT_DIR
-from experiments.grids.request import GridRequest
-from experiments.report.build import caption
+from experiments.config.config import PROJECT_DIR
+from experiments.config.grid import GridRequest
+from experiments.report.tables import caption
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from tests.experiments.conftest import OpenGrid, Rejected, San, WriteGrid

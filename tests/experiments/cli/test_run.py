@@ -15,19 +15,17 @@ from cluster import Node, Resources
 from cluster.errors import LostError
 from experiments.cli import report
 from experiments.cli.run import run, study
+from experiments.config.config import PROJECT_DIR, flat
+from experiments.config.expand import expand, grid_path
+from experiments.config.grid import GridRequest, Trial
 from experiments.errors import UserError
-from experiments.grids.config import PROJECT_DIR, flat
-from experiments.grids.expand import expand, grid_path
-from experiments.grids.grid import Trial
-from experiments.grids.request import GridRequest
 from experiments.paper.tables import paper_claims, paper_rows, table_names
 from experiments.report.data import table_rows
 from experiments.runner import execute
-from experiments.runner.estimate import Estimator
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
-from experiments.runner.plan import plan, plan_in_words
+from experiments.runner.plan import Estimator, plan, plan_in_words
 from experiments.runner.progress import duration
-from experiments.runs import retry
+from experiments.runs import store
 from experiments.runs.claims import claimed_trials
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result, TrackerError
@@ -323,8 +321,8 @@ def test_reports_failed_trials_and_results_that_mlflow_did_not_accept(
             raise RuntimeError("it broke")
 
     monkeypatch.setattr(execute, "run_trial", train)
-    monkeypatch.setattr(retry, "OUTAGE_TIMEOUT", 0.1)
-    monkeypatch.setattr(retry, "PAUSE", 0.01)
+    monkeypatch.setattr(store, "OUTAGE_TIMEOUT", 0.1)
+    monkeypatch.setattr(store, "PAUSE", 0.01)
     if is_back:
         assert not run(grid_run, None)
         err = capsys.readouterr().err

@@ -7,9 +7,9 @@ import yaml
 
 from cuda_ext import build
 from experiments.cli import submit
+from experiments.config.expand import expand
+from experiments.config.grid import GridRequest
 from experiments.errors import UserError
-from experiments.grids.expand import expand
-from experiments.grids.request import GridRequest
 from experiments.paper.tables import table_names
 from experiments.runs.provenance import git_commit
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.grids.config import PROJECT_DIR
+from experiments.config.config import PROJECT_DIR
 from tests.experiments.conftest import OpenGrid, San
 from tests.experiments.drivers import PATIENCE, clean_environment, wait_until
 from tests.experiments.samples import finish_trial

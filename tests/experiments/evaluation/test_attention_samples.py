@@ -5,8 +5,8 @@ from pathlib import Path
 
 import yaml
 
+from experiments.config.grid import GridRequest
 from experiments.evaluation.attention_samples import attention_samples, best_of_each_kind
-from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.tracking import Result
 from experiments.training.checkpoint import Checkpoint

@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from experiments.grids.grid import Trial
-from experiments.grids.request import GridRequest
+from experiments.config.grid import GridRequest, Trial
 from experiments.report.data import TableRow, table_rows
 from experiments.runner.grid_run import GridRun, open_grid_run
 from experiments.tracking import Result

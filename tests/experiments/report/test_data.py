@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.expand import GRIDS_DIR
-from experiments.grids.request import GridRequest
+from experiments.config.expand import GRIDS_DIR
+from experiments.config.grid import GridRequest
+from experiments.evaluation.robustness import PROTOCOLS
 from experiments.paper.tables import paper_numbers
 from experiments.report import interval
 from experiments.report.data import grid_measurements, measurements, table_rows
 from experiments.report.tables import ACCURACY, csv_text, grid_table, protocol_table
 from experiments.runner.grid_run import open_grid_run
 from experiments.tracking import Result
+from tests.experiments.config.test_grid import GRIDS
 from tests.experiments.conftest import SMALL_GRID, WriteGrid
-from tests.experiments.grids.test_grid import GRIDS
 from tests.experiments.report.conftest import tabled
 
 

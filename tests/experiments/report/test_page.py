@@ -9,16 +9,14 @@ import pytest
 import yaml
 
 from experiments.cli.report import write_page
+from experiments.config.grid import GridRequest, ProtocolName
 from experiments.evaluation.attention import compute_attention, in_words, open_image
 from experiments.evaluation.evaluate import open_checkpoint
-from experiments.evaluation.protocols import PROTOCOLS
-from experiments.grids.grid import ProtocolName
-from experiments.grids.request import GridRequest
-from experiments.report import charts as charts_module
-from experiments.report import data
-from experiments.report.charts import CURVES
+from experiments.evaluation.robustness import PROTOCOLS
+from experiments.report import data, plots
 from experiments.report.data import GridReport, shown_rows, table_rows
 from experiments.report.page import ONE_SEED, page
+from experiments.report.plots import CURVES
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
 from tests.experiments.conftest import OpenGrid, San, WriteGrid
@@ -118,7 +116,7 @@ def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Pa
     assert ONE_SEED in text
     assert re.findall("<summary>(.*?)</summary>", text) == kept
     assert re.findall('<g class="label"><text.*?>(.*?)</text>', text) == 2 * ["1", "2", "4"]
-    monkeypatch.setattr(charts_module, "MOST_CURVES", 2)  # the curves of the third best row are folded
+    monkeypatch.setattr(plots, "MOST_CURVES", 2)  # the curves of the third best row are folded
     assert "More rows: row2<" in page(report)
     assert "Only the best" not in page(replace(report, rows=lines[:3]))
 

@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from experiments.grids.expand import GRIDS_DIR
-from experiments.grids.request import GridRequest
-from experiments.report.charts import save_plot, short_names
-from experiments.report.plots import LETTER, LINE, WIDTH, Chart, Point, Series, svg
+from experiments.config.expand import GRIDS_DIR
+from experiments.config.grid import GridRequest
+from experiments.report.plots import LETTER, LINE, WIDTH, Chart, Point, Series, save_plot, short_names, svg
 from experiments.runner.grid_run import open_grid_run
 from tests.experiments.conftest import OpenGrid
 from tests.experiments.report.conftest import tabled

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.grids.expand import GRIDS_DIR
-from experiments.grids.request import GridRequest
+from experiments.config.expand import GRIDS_DIR
+from experiments.config.grid import GridRequest
 from experiments.paper.tables import Claim, paper_claims, paper_rows
 from experiments.report.interval import Interval, pooled
 from experiments.report.study import Finding, Section, findings, section_of, spreads_of, write_study

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from experiments.cli import submit
+from experiments.config.grid import GridRequest
 from experiments.errors import UserError
-from experiments.grids.request import GridRequest
-from experiments.runs import retry
+from experiments.runs import store
 from experiments.runs.bucket import S3Store
 from experiments.runs.store import StorageError
 from experiments.runs.workspace import open_store, open_workspace
@@ -87,7 +87,7 @@ def test_requests_to_an_unavailable_store_are_repeated(
         pauses.append(seconds)
         server.resume() if fault == "silent" else server.refuse(wanted=False)
 
-    monkeypatch.setattr(retry.time, "sleep", recover)
+    monkeypatch.setattr(store.time, "sleep", recover)
     server.stop() if fault == "silent" else server.refuse()
     bucket.with_outage_timeout(PATIENCE).write("a", b"content")
     assert pauses

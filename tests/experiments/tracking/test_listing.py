@@ -1,13 +1,17 @@
-"""`san runs` names what runs of the same name differ in."""
+"""`san runs` names what runs of the same name differ in; `san delete` deletes runs, checkpoints and logs of trials."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from experiments.runner.grid_run import GridRun
+from experiments.config.grid import Trial
+from experiments.runner.grid_run import GridRun, known_results
+from experiments.runs.claims import claimed_trials
 from experiments.tracking.listing import list_runs
 from san import Complexity
-from tests.experiments.conftest import San
+from tests.experiments.conftest import OpenGrid, Printed, Rejected, San
+from tests.experiments.samples import finish_trial
 
 COUNTS = Complexity(1, 2, 3, ())
 
@@ -27,3 +31,53 @@ def test_runs_of_the_same_name_are_listed_with_their_differences(open_small_grid
     }
     _, out, _ = run_san("runs", "--runs", grid_run.workspace.runs)
     assert f"{again.key}  small-digits {again.name} recipe.epochs=5 recipe.lr=0.3\n" in out
+
+
+def trained(grid_run: GridRun, trial: Trial) -> list[Path]:
+    """A finished trial; returns its files."""
+    finish_trial(grid_run, trial, 50.0)
+    files = [grid_run.workspace.checkpoints(trial) / "epoch-0001-step-0000000.pt", grid_run.workspace.log(trial)]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x")
+    return files
+
+
+def test_deletes_one_trial_and_nothing_else(open_small_grid: OpenGrid, rejected: Rejected, printed: Printed) -> None:
+    grid_run = open_small_grid()
+    first, second = grid_run.trials[:2]
+    files, kept = trained(grid_run, first), trained(grid_run, second)
+    client, experiment = grid_run.tracker.client, known_results(grid_run)[first.key].experiment_id
+    for trial in (first, second):
+        client.create_logged_model(experiment, trial.row, tags={"san.trial": trial.key})
+    assert "add --yes" in rejected("delete", first.key, "--runs", grid_run.workspace.runs)
+    assert known_results(grid_run).keys() == {first.key, second.key}
+    assert printed("delete", first.key, "--yes", "--runs", grid_run.workspace.runs) == "deleted 1 trial\n"
+    assert known_results(grid_run).keys() == {second.key}
+    assert [model.name for model in client.search_logged_models([experiment])] == [second.row]
+    assert not any(file.exists() for file in files)
+    assert all(file.exists() for file in kept)
+
+
+def test_deletes_all_trials_of_a_grid(open_small_grid: OpenGrid, printed: Printed) -> None:
+    grid_run = open_small_grid()
+    for trial in grid_run.trials:
+        trained(grid_run, trial)
+    assert printed("delete", "small", "--yes", "--runs", grid_run.workspace.runs) == "deleted 3 trials\n"
+    assert known_results(grid_run) == {}
+
+
+def test_refuses_trials_that_are_trained_or_wait(open_small_grid: OpenGrid, rejected: Rejected) -> None:
+    grid_run = open_small_grid()
+    trial = grid_run.trials[0]
+    files = trained(grid_run, trial)
+    with claimed_trials(grid_run.workspace.store, "small-digits", {trial.key: trial}):
+        message = rejected("delete", trial.key, "--yes", "--runs", grid_run.workspace.runs)
+    assert f"trial {trial.key} is being trained or waits" in message
+    assert all(file.exists() for file in files)
+    assert trial.key in known_results(grid_run)
+
+
+def test_rejects_an_unknown_name(open_small_grid: OpenGrid, rejected: Rejected) -> None:
+    runs = open_small_grid().workspace.runs
+    assert "nothing: no trial or grid with this name" in rejected("delete", "nothing", "--yes", "--runs", runs)

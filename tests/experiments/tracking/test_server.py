@@ -9,7 +9,7 @@ import mlflow
 import numpy as np
 import pytest
 
-from experiments.grids.request import GridRequest
+from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.trainer import run_trial
 from tests.experiments.conftest import SMALL_GRID, Rejected

@@ -9,12 +9,12 @@ from pathlib import Path
 import mlflow.data
 import pytest
 
+from experiments.config.grid import GridRequest
 from experiments.errors import UserError
-from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.plan import plan
-from experiments.runs.address import require_no_secret
-from experiments.tracking import TrackerError, store
+from experiments.runs.workspace import require_no_secret
+from experiments.tracking import TrackerError, client
 from experiments.tracking.tracker import Tracker
 from san import Complexity
 from tests.experiments.conftest import SMALL_GRID, OpenGrid, Printed, Rejected
@@ -121,7 +121,7 @@ def test_runs_of_different_grids_do_not_mix(open_small_grid: OpenGrid) -> None:
 
 
 def test_results_come_from_every_page(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "PAGE", 1)
+    monkeypatch.setattr(client, "PAGE", 1)
     grid_run = open_small_grid()
     for trial in grid_run.trials:
         grid_run.tracker.open(trial).finish()
@@ -172,9 +172,9 @@ def test_rejects_an_unusable_store(address: str, tmp_path: Path, monkeypatch: py
 
 
 def test_says_for_what_it_waits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(store, "SECONDS_TO_NOTICE", 0.0)
+    monkeypatch.setattr(client, "SECONDS_TO_NOTICE", 0.0)
     said = ""
-    with store.usable("http://slow:5000"):
+    with client.usable("http://slow:5000"):
         while not said:
             said = capsys.readouterr().err
     assert said == "waiting for MLflow at http://slow:5000\n"

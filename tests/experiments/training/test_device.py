@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.config.config import EngineConfig, TrialConfig
 from experiments.errors import UserError
-from experiments.grids.config import EngineConfig, TrialConfig
 from experiments.training.device import (
     available_device,
     compute_tags,
@@ -17,8 +17,8 @@ from experiments.training.device import (
 )
 from experiments.training.engine import numerics
 from san.ops import library
+from tests.experiments.config.test_grid import expand
 from tests.experiments.conftest import SMALL_GRID
-from tests.experiments.grids.test_grid import expand
 
 
 def config(*overrides: str) -> TrialConfig:

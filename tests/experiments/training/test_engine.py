@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from experiments.grids.config import EngineConfig, RecipeConfig
+from experiments.config.config import EngineConfig, RecipeConfig
 from experiments.training.engine import Engine, numerics
 from tests.experiments.processes import together
 

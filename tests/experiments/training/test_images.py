@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
+from experiments.config.config import TrialConfig
 from experiments.errors import UserError
-from experiments.grids.config import TrialConfig
 from experiments.training import images as images_module
 from experiments.training.images import data_digest, loaders, notes_on, open_data, open_split
 from pipelines import DataError, Dataset
 from pipelines.datasets.manifest import list_path, write_list
 from pipelines.datasets.pack import pack
+from tests.experiments.config.test_grid import expand
 from tests.experiments.conftest import SMALL_GRID, OpenGrid, San, image_data
-from tests.experiments.grids.test_grid import expand
 from tests.experiments.processes import together
 
 

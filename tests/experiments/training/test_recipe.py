@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy, one_hot
 
 import san
+from experiments.config.grid import GridRequest
 from experiments.errors import UserError
-from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.recipe import MixedBatch, balancing_weights, cutmix, erased, mixed, mixup, optimizer, schedule
+from tests.experiments.config.test_grid import expand
 from tests.experiments.conftest import SMALL_GRID, OpenGrid
-from tests.experiments.grids.test_grid import expand
 from tests.experiments.training.test_engine import batches, network, recipe
 
 

@@ -7,7 +7,7 @@ from typing import TextIO
 import pytest
 import torch
 
-from experiments.grids.grid import Trial
+from experiments.config.grid import Trial
 from experiments.runner.grid_run import GridRun
 from experiments.runs.summary import CONFUSION, Confusion
 from experiments.runs.workspace import Workspace
@@ -15,8 +15,8 @@ from experiments.training import trainer
 from experiments.training.checkpoint import Checkpoint, last_of
 from experiments.training.engine import Engine
 from experiments.training.metrics import Scores
+from experiments.training.reporter import Watchdog
 from experiments.training.trainer import run_trial
-from experiments.training.watchdog import Watchdog
 from tests.experiments.conftest import HELD_OUT, OpenGrid, Place, Trained
 from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.samples import ALWAYS, SHORT, silent, without_times

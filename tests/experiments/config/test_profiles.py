@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import san
-from experiments.grids.config import ModelConfig
-from experiments.grids.expand import PROFILES_DIR, read_profile
+from experiments.config.config import ModelConfig
+from experiments.config.expand import PROFILES_DIR, read_profile
 from experiments.paper.tables import count
 
 PAIRS = [

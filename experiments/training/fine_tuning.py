@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from experiments.config.config import PROJECT_DIR
+from experiments.config.grid import is_checkpoint_name
 from experiments.errors import UserError
-from experiments.grids.config import PROJECT_DIR
-from experiments.grids.grid import is_checkpoint_name
 from experiments.runs.store import LocalStore
-from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
-from experiments.training.resolve import CHECKPOINT, resolve_checkpoint
+from experiments.training.checkpoint import CHECKPOINT, DAMAGE, Checkpoint, best_in, resolve_checkpoint
 from san.models import checkpoint, pretrained, released
 from san.models.base import BaseModel, ModelSpec
 

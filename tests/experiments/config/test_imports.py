@@ -11,12 +11,12 @@ import cloudpickle
 import pytest
 
 import experiments
-from experiments.grids.imports import import_sources
-from experiments.grids.request import GridRequest
+from experiments.config.grid import GridRequest
+from experiments.config.imports import import_sources
 from experiments.runner.grid_run import open_grid_run
 from san.models.registry import VARIANTS
 from san.nn.relation import PAIRWISE
-from tests.experiments.grids.test_grid import error_message, expand, expanded
+from tests.experiments.config.test_grid import error_message, expand, expanded
 
 FILE = """\
 import san

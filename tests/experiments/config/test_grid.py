@@ -7,12 +7,11 @@ from textwrap import dedent
 
 import pytest
 
+from experiments.config.config import DataConfig, ModelConfig, RecipeConfig, TrialConfig
+from experiments.config.expand import GRIDS_DIR, Expanded, read_grid
+from experiments.config.expand import expand as expand_grid
+from experiments.config.grid import GridRequest, Trial
 from experiments.errors import UserError
-from experiments.grids.config import DataConfig, ModelConfig, RecipeConfig, TrialConfig
-from experiments.grids.expand import GRIDS_DIR, Expanded, read_grid
-from experiments.grids.expand import expand as expand_grid
-from experiments.grids.grid import Trial
-from experiments.grids.request import GridRequest
 from experiments.paper.tables import EPOCHS, INPUT_SIZE, paper_rows, table_names
 from experiments.runner.grid_run import open_grid_run
 from tests.experiments.conftest import SMALL_GRID, WriteGrid

@@ -16,8 +16,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from experiments.errors import UserError
-from experiments.grids.config import (
+from experiments.config.config import (
     PROJECT_DIR,
     ModelConfig,
     TrialConfig,
@@ -31,11 +30,11 @@ from experiments.grids.config import (
     takes_text,
     value_at,
 )
-from experiments.grids.grid import LONGEST_ID, Grid, Layer, Plot, ProtocolName, Row, is_checkpoint_name
-from experiments.grids.imports import SourceFile, import_files
-from experiments.grids.request import GridRequest
+from experiments.config.grid import LONGEST_ID, Grid, GridRequest, Layer, Plot, ProtocolName, Row, is_checkpoint_name
+from experiments.config.imports import SourceFile, import_files
+from experiments.errors import UserError
 
-GRIDS_DIR = Path(__file__).parent
+GRIDS_DIR = PROJECT_DIR / "experiments" / "grids"
 PROFILES_DIR = GRIDS_DIR / "profiles"
 PATHS = (("data", "root"), ("data", "lists"), ("recipe", "init"))
 """Keys whose values are paths. Relative paths are resolved from the current folder, those in a profile file from its folder,

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import san
+from experiments.config.grid import GridRequest
 from experiments.errors import UserError
-from experiments.grids.request import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.checkpoint import Checkpoint
-from experiments.training.pretrained import init_digest, initialize
+from experiments.training.fine_tuning import init_digest, initialize
 from experiments.training.trainer import run_trial
 from san.models.base import BaseModel
 from san.models.pretrained import save_folder

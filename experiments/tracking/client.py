@@ -16,7 +16,7 @@ from mlflow.tracking import MlflowClient
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from experiments.tracking.result import TrackerError
+from experiments.tracking import TrackerError
 
 SECONDS_TO_NOTICE = 5.0
 PAGE = 1000  # number of runs, experiments or versions per request

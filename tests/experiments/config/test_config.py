@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from experiments.grids.config import ModelConfig, Strict, TrialConfig, model_errors
-from experiments.grids.grid import Grid
+from experiments.config.config import ModelConfig, Strict, TrialConfig, model_errors
+from experiments.config.grid import Grid
 from san.models.registry import VARIANTS, model_spec
 
 
