@@ -38,7 +38,7 @@ from experiments.errors import UnavailableError, UserError
 
 if TYPE_CHECKING:
     from experiments.config.grid import GridRequest
-    from experiments.runner.plan import Hours, PlannedTrial
+    from experiments.runner.plan import PlannedTrial, TimeEstimate
 
 
 HEADINGS = {
@@ -146,7 +146,7 @@ def _state(trial: PlannedTrial) -> str:
     return "finished" if trial.finished else "to train"
 
 
-def _hours(hours: Hours | None) -> str:
+def _hours(hours: TimeEstimate | None) -> str:
     from experiments.runner.progress import duration
 
     return "" if hours is None else f"  {'about ' if hours.is_rough else ''}{duration(3600 * hours.wall)}"

@@ -17,7 +17,7 @@ from experiments.cli.options import AS_JSON, RUNS, printable
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
-    from experiments.tracking.listing import Listed
+    from experiments.tracking.listing import ListedRun
 
 
 @click.command("runs")
@@ -34,11 +34,11 @@ def list_runs(grid: str | None, runs: str | None, as_json: bool) -> None:
     \b
     Example: san runs footprint
     """
-    from experiments.runs.workspace import has_store, open_workspace
+    from experiments.runs.workspace import has_runs, open_workspace
     from experiments.tracking.listing import list_runs as listed_runs
 
     uri = open_workspace(runs).tracking_uri
-    listed = listed_runs(uri, grid and Path(grid).stem) if has_store(uri) else []
+    listed = listed_runs(uri, grid and Path(grid).stem) if has_runs(uri) else []
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
         return
@@ -75,7 +75,7 @@ def delete(names: tuple[str, ...], yes: bool, runs: str | None) -> None:
     click.echo(f"deleted {trial_count(len({run.key for run in trials}))}")
 
 
-def _listed(run: Listed) -> str:
+def _listed(run: ListedRun) -> str:
     from experiments.runner.progress import duration
 
     epoch = f"{run.epoch or 0}/{run.epochs or '?'}"
@@ -97,12 +97,12 @@ def ui(port: int, runs: str | None) -> None:
     \b
     Example: san ui --port 5000
     """
-    from experiments.runs.workspace import has_store, open_workspace
+    from experiments.runs.workspace import has_runs, open_workspace
     from experiments.tracking.client import follow_moved_folder
 
     workspace = open_workspace(runs)
     uri = workspace.tracking_uri
-    if not has_store(uri):
+    if not has_runs(uri):
         raise UserError(f"{uri}: no runs yet; train a grid with `san run`, or use --runs to give a folder that contains runs")
     if uri.startswith("http"):
         click.echo(f"{uri}  (the server in MLFLOW_TRACKING_URI)")

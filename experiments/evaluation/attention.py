@@ -226,7 +226,7 @@ def between_channels(weight_GKP: Tensor) -> float:
 
 
 def layer_name(opened: LoadedModel, asked: str | None) -> str:
-    """The name of the layer with a name or number, or of the default layer of `look`.
+    """The name of the layer with a name or number; without one, of the last layer of the first stage with the widest footprint.
 
     Raises:
         UserError: no such layer, or a network without attention.

@@ -27,9 +27,9 @@ Numbers = dict[str, float]
 TITLES = {"success": "success", "top1": "top-1", "top5": "top-5"}
 """Titles of the numbers."""
 
-Ended = Callable[[], None]
+BatchEnded = Callable[[], None]
 """Called after each batch."""
-Measure = Callable[[LoadedModel, Dataset, int, Ended], Numbers]
+Measure = Callable[[LoadedModel, Dataset, int, BatchEnded], Numbers]
 """Measures a network under a condition on all images, in batches of the given size."""
 
 
@@ -70,12 +70,12 @@ class Protocol:
         return tuple(condition for condition in self.conditions if len(condition.numbers_in(metrics)) < len(condition.numbers))
 
 
-Shown = Callable[[str, int, int], AbstractContextManager[Ended]]
+ShowProgress = Callable[[str, int, int], AbstractContextManager[BatchEnded]]
 """Shows the progress of a condition, given its name, the number of images and the batch size."""
 
 
 def measured(
-    opened: LoadedModel, images: Dataset, conditions: Iterable[Condition], shown: Shown
+    opened: LoadedModel, images: Dataset, conditions: Iterable[Condition], shown: ShowProgress
 ) -> Iterator[tuple[Condition, Numbers]]:
     """Measures conditions one after the other.
 
@@ -108,7 +108,7 @@ class Rotation:
 
     manipulation: str
 
-    def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: Ended) -> Numbers:
+    def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: BatchEnded) -> Numbers:
         turned = replace(transform(opened.config.data), manipulation=self.manipulation)
         evaluation = evaluate_checkpoint(opened, images, turned, ended, batch)
         return {"top1": evaluation.top1, "top5": evaluation.top5}
@@ -163,7 +163,7 @@ class Attack:
     step: int
     steps: int
 
-    def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: Ended) -> Numbers:
+    def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: BatchEnded) -> Numbers:
         normalized = transform(opened.config.data)
         pixels = replace(normalized, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # exact pixels
         loader = evaluation_loader(opened, images, pixels, batch)

@@ -185,7 +185,7 @@ def _summary(sections: Sequence[Section], spreads: Mapping[str, Spread | None]) 
 def _orderings(orderings: Sequence[Finding]) -> str:
     heading = ("ordering", "source", "result", "gap in the paper", "our gap")
     rows = ((f.claim.claim, f.claim.source, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in orderings)
-    return Table([heading, *rows], words=3).markdown()
+    return Table([heading, *rows], text_columns=3).markdown()
 
 
 def _gap(gap: Interval | None) -> str:

@@ -67,22 +67,22 @@ MEASUREMENT_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of text whose first row is the heading. The first `words` columns are left-aligned, the others right-aligned."""
+    """A table of text whose first row is the heading. The first `text_columns` are left-aligned, the others right-aligned."""
 
     rows: Sequence[Sequence[str]]
-    words: int = 1
+    text_columns: int = 1
 
     def text(self) -> str:
         """Aligned columns for a terminal."""
         widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
         ruled = [self.rows[0], ["-" * width for width in widths], *self.rows[1:]]
-        sides = [str.ljust if column < self.words else str.rjust for column in range(len(widths))]
+        sides = [str.ljust if column < self.text_columns else str.rjust for column in range(len(widths))]
         return "\n".join(
             "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)) for row in ruled
         )
 
     def markdown(self) -> str:
-        rule = ["---" if column < self.words else "---:" for column in range(len(self.rows[0]))]
+        rule = ["---" if column < self.text_columns else "---:" for column in range(len(self.rows[0]))]
         return "\n".join("| " + " | ".join(row) + " |" for row in (self.rows[0], rule, *self.rows[1:]))
 
     def latex(self) -> str:
@@ -92,7 +92,7 @@ class Table:
         headings = [name.rpartition(" ")[::2] if name.endswith((" paper", " ours")) else ("", name) for name in self.rows[0]]
         has_groups = any(above for above, _ in headings)
         columns = pd.MultiIndex.from_tuples(headings) if has_groups else pd.Index(self.rows[0])
-        forms = "l" * self.words + "r" * (len(columns) - self.words)
+        forms = "l" * self.text_columns + "r" * (len(columns) - self.text_columns)
         frame = pd.DataFrame(self.rows[1:], columns=columns)
         return frame.to_latex(index=False, escape=True, column_format=forms, multicolumn_format="c").rstrip()
 
@@ -144,7 +144,7 @@ def protocol_table(measurements: Sequence[Measurement]) -> Table:
     seeds = [max(one.seeds for one in measurements if (one.condition, one.row) == key) for key in keys]
     if len({number for number in seeds if number}) > 1:
         columns.append(("seeds", *map(str, seeds)))
-    return Table(list(zip(*columns, strict=True)), words=2)
+    return Table(list(zip(*columns, strict=True)), text_columns=2)
 
 
 def _text(record: TableRow | Measurement | None, column: Column) -> str:

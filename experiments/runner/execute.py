@@ -18,7 +18,7 @@ from experiments.config.grid import Trial
 from experiments.errors import MachineError, UserError
 from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
-from experiments.runner.plan import images_in_words, missing_measurements, room, to_train
+from experiments.runner.plan import concurrency_in_words, images_in_words, missing_measurements, to_train
 from experiments.runner.progress import Progress, duration, trial_count
 from experiments.runner.restart import Restart
 from experiments.runs.claims import Claim, StopRequest, claimed_trials
@@ -103,7 +103,7 @@ def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> 
         if restart.local:  # Fail before any trial starts if none can run.
             training_device(grid_run.trials[0].config)
         at_once = _at_once(grid_run, grid_run.placement, resources, len(missing))
-        print_status(room(grid_run, resources, at_once))
+        print_status(concurrency_in_words(grid_run, resources, at_once))
         with claimed_trials(store, grid_run.full_name, missing, grid_run.request.take_over) as (claimed, claim):
             _print_skipped(missing, claimed)
             results = known_results(grid_run)  # another run may have finished trials in the meantime

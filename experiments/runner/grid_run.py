@@ -16,7 +16,7 @@ from experiments.config.expand import expand, profile_path
 from experiments.config.grid import Grid, GridRequest, Trial
 from experiments.errors import UserError
 from experiments.paper.tables import table_names
-from experiments.runs.workspace import Workspace, has_store, open_workspace
+from experiments.runs.workspace import Workspace, has_runs, open_workspace
 from experiments.tracking import Result
 from experiments.training.fine_tuning import init_digest, initialize
 from experiments.training.images import data_digest, loaders, open_data, without_writing
@@ -141,7 +141,7 @@ def _initialized(request: GridRequest, row: str, config: TrialConfig, digests: M
 
 def known_results(grid_run: GridRun) -> dict[str, Result]:
     """What is in the tracker already; a local database that does not exist yet is not made by looking."""
-    return grid_run.tracker.results() if has_store(grid_run.workspace.tracking_uri) else {}
+    return grid_run.tracker.results() if has_runs(grid_run.workspace.tracking_uri) else {}
 
 
 def finished_results(grid_run: GridRun) -> dict[str, Result]:

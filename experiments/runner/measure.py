@@ -14,7 +14,7 @@ from experiments.config.grid import ProtocolName, Trial
 from experiments.config.imports import import_sources
 from experiments.errors import UserError
 from experiments.evaluation.evaluate import open_checkpoint, open_images
-from experiments.evaluation.robustness import PROTOCOLS, Condition, Ended, Numbers, measured, percentages
+from experiments.evaluation.robustness import PROTOCOLS, BatchEnded, Condition, Numbers, measured, percentages
 from experiments.runner.progress import SECONDS_BETWEEN_LINES, Display, counting
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import CHECKPOINT, last_of, resolve_checkpoint
@@ -158,7 +158,7 @@ def measure_all(
             opened = open_checkpoint(path, overrides, profile)  # again: they may be too many for the memory
             images, by_condition = open_images(opened, split), {}
 
-            def shown(condition: str, images: int, batch: int, name: str = name) -> AbstractContextManager[Ended]:
+            def shown(condition: str, images: int, batch: int, name: str = name) -> AbstractContextManager[BatchEnded]:
                 return counting(f"{name} {condition}", -(-images // batch), "batches")
 
             for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, shown):

@@ -31,7 +31,7 @@ class PlannedTrial:
     finished: bool
     stopped_at: int | None
     """The epoch after which early stopping ended it."""
-    hours: Hours | None
+    hours: TimeEstimate | None
     """None if there is nothing to train."""
     params: int
     flops: int
@@ -49,7 +49,9 @@ def plan(grid_run: GridRun) -> list[PlannedTrial]:
         alike[trial.key].append(trial)
     planned: list[PlannedTrial] = []
 
-    def add(trial: Trial, finished: bool, stopped_at: int | None, hours: Hours | None, equal_to: str | None = None) -> None:
+    def add(
+        trial: Trial, finished: bool, stopped_at: int | None, hours: TimeEstimate | None, equal_to: str | None = None
+    ) -> None:
         data = trial.config.data
         counts = count(trial.config.model.spec(), data.size, len(open_data(data)[0].classes))
         size = counts.params, counts.flops_paper
@@ -64,7 +66,7 @@ def plan(grid_run: GridRun) -> list[PlannedTrial]:
     return planned
 
 
-def to_train(grid_run: GridRun, results: Mapping[str, Result]) -> list[tuple[Trial, Hours]]:
+def to_train(grid_run: GridRun, results: Mapping[str, Result]) -> list[tuple[Trial, TimeEstimate]]:
     """The trials that are neither finished nor stopped, one for each key, with the hours that they are expected to take.
 
     In the order in which they start: the shortest first, so that results are available early.
@@ -112,7 +114,12 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
             return [first, *beside, f"cannot run here: {error}", *_in_hours(missing.values(), None)], False
     nodes = len(resources.nodes)
     where = "this machine" if here else f"the cluster ({nodes} {'node' if nodes == 1 else 'nodes'})"
-    return [first, *beside, f"{where} has {room(grid_run, resources, at_once)}", *_in_hours(missing.values(), at_once)], True
+    return [
+        first,
+        *beside,
+        f"{where} has {concurrency_in_words(grid_run, resources, at_once)}",
+        *_in_hours(missing.values(), at_once),
+    ], True
 
 
 def images_in_words(grid_run: GridRun) -> list[str]:
@@ -137,11 +144,11 @@ def _unequal_sizes(planned: Sequence[PlannedTrial]) -> list[str]:
     return [f"more than a factor of 2 from the grid's median in parameters or FLOPs: {', '.join(far)}"]
 
 
-def room(grid_run: GridRun, resources: Resources, at_once: int) -> str:
-    room = f"{trial_count(at_once)} at a time, {grid_run.placement} per trial"
+def concurrency_in_words(grid_run: GridRun, resources: Resources, at_once: int) -> str:
+    concurrent = f"{trial_count(at_once)} at a time, {grid_run.placement} per trial"
     if resources.grows:
-        return f"{resources} now: {room}; the autoscaler may add nodes while trials wait"
-    return f"{resources}: {room}"
+        return f"{resources} now: {concurrent}; the autoscaler may add nodes while trials wait"
+    return f"{resources}: {concurrent}"
 
 
 def _in_hours(missing: Collection[PlannedTrial], at_once: int | None) -> list[str]:
@@ -175,7 +182,7 @@ LEAST_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Hours:
+class TimeEstimate:
     """Time of a trial: its start, training and validation."""
 
     wall: float
@@ -197,8 +204,8 @@ class Estimator:
         sums = {setting: [sum(column) for column in zip(*measured, strict=True)] for setting, measured in trained.items()}
         self._speeds = {setting: images / seconds for setting, (seconds, images) in sums.items() if seconds >= LEAST_SECONDS}
 
-    def hours(self, trial: Trial, train_images: int, val_images: int) -> Hours:
-        """Hours for a trial with these numbers of images per epoch."""
+    def hours(self, trial: Trial, train_images: int, val_images: int) -> TimeEstimate:
+        """TimeEstimate for a trial with these numbers of images per epoch."""
         config, resources = trial.config, trial.config.resources
         measured = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
         spec = config.model.spec()
@@ -209,7 +216,9 @@ class Estimator:
         images = epochs * train_images + VALIDATION_COST * validations * val_images
         start = START_SECONDS + (GROUP_SECONDS if resources.workers > 1 else 0)
         wall = (start + images / speed) / 3600
-        return Hours(wall, wall * resources.workers * resources.cpus, wall * resources.workers * resources.gpus, not measured)
+        return TimeEstimate(
+            wall, wall * resources.workers * resources.cpus, wall * resources.workers * resources.gpus, not measured
+        )
 
 
 def _setting(params: Mapping[str, str]) -> Setting:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from experiments.training.reporter import words
+from experiments.training.reporter import in_words
 
 if TYPE_CHECKING:
     from cluster import Outcome
@@ -150,7 +150,7 @@ class _TrialProgress:
     def text(self, now: float) -> str:
         if self.latest is None or self.first is None:
             return "starts"
-        where, *others = words(self.latest)
+        where, *others = in_words(self.latest)
         return ", ".join([where + _left(self.seconds_left(now)), *others])
 
     def seconds_left(self, now: float) -> float | None:
@@ -196,10 +196,10 @@ class Progress:
         is_first = trial.latest is None
         trial.report(metrics, now)
         if "interrupted" in metrics:
-            self._write(f"{trial.name} {words(metrics)[0]}")
+            self._write(f"{trial.name} {in_words(metrics)[0]}")
             return
         if is_first and metrics.get("step", 1) > 1:
-            self._write(f"{trial.name} resumes at {words(metrics)[0]}")
+            self._write(f"{trial.name} resumes at {in_words(metrics)[0]}")
         elif is_first and trial.done_before is not None and trial.done_before >= 1:
             self._write(f"{trial.name} resumes after epoch {int(trial.done_before)}")
         # Lines from inside an epoch become rarer, down to one per minute.
@@ -224,9 +224,9 @@ class Progress:
         elif trial.latest is None:
             self._write(f"{trial.name} finished in {seconds}: already complete")
         elif trial.stopped:
-            self._write(f"{trial.name} {', '.join(words(trial.latest)[:2])}, after {seconds}")
+            self._write(f"{trial.name} {', '.join(in_words(trial.latest)[:2])}, after {seconds}")
         else:
-            self._write(f"{trial.name} finished in {seconds}: {', '.join(words(trial.latest))}")
+            self._write(f"{trial.name} finished in {seconds}: {', '.join(in_words(trial.latest))}")
 
     def waiting(self, reason: str) -> None:
         self._write(f"waiting: {reason}")

@@ -113,7 +113,7 @@ def open_workspace(runs: str | Path | None = None) -> Workspace:
     )
 
 
-def has_store(uri: str) -> bool:
+def has_runs(uri: str) -> bool:
     """Whether anything can have been tracked there: a server, or a database that exists."""
     return not uri.startswith("sqlite:///") or Path(unquote(uri.removeprefix("sqlite:///"))).exists()
 

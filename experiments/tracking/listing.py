@@ -22,7 +22,7 @@ STATES = {"KILLED": "interrupted"}
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedRun:
     """A trial's run in a list of runs."""
 
     grid: str
@@ -43,7 +43,7 @@ class Listed:
     """The settings in which runs of the same grid, profile and name differ, such as `recipe.epochs=5`."""
 
 
-def list_runs(uri: str, grid: str | None) -> list[Listed]:
+def list_runs(uri: str, grid: str | None) -> list[ListedRun]:
     """The runs of all trials, or of one grid's trials, newest first.
 
     Raises:
@@ -105,9 +105,9 @@ def _differences(runs: Iterable[Run]) -> dict[str, str]:
     return found
 
 
-def _listed(run: Run, differs: str) -> Listed:
+def _listed(run: Run, differs: str) -> ListedRun:
     tags, metrics, params = run.data.tags, run.data.metrics, run.data.params
-    return Listed(
+    return ListedRun(
         grid=tags["san.grid"],
         profile=tags["san.profile"],
         name=tags["mlflow.runName"],
@@ -122,7 +122,7 @@ def _listed(run: Run, differs: str) -> Listed:
     )
 
 
-def find_trials(uri: str, names: Iterable[str]) -> list[Listed]:
+def find_trials(uri: str, names: Iterable[str]) -> list[ListedRun]:
     """The runs of trials with these keys, and all runs of grids with these names.
 
     Raises:
@@ -136,7 +136,7 @@ def find_trials(uri: str, names: Iterable[str]) -> list[Listed]:
     return [run for run in runs if any(run in matches for matches in chosen.values())]
 
 
-def delete_trials(workspace: Workspace, trials: Sequence[Listed]) -> None:
+def delete_trials(workspace: Workspace, trials: Sequence[ListedRun]) -> None:
     """Deletes all runs and their models, the checkpoints and the logs of trials.
 
     Raises:

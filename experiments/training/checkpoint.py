@@ -26,7 +26,7 @@ from experiments.errors import UserError
 from experiments.runs.claims import Claim, claim_trial
 from experiments.runs.store import StorageError, Store, is_uri
 from experiments.runs.summary import Epoch, best_of
-from experiments.runs.workspace import STORES, has_store, open_store, open_workspace
+from experiments.runs.workspace import STORES, has_runs, open_store, open_workspace
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import RunningEpoch
 from san.models import pretrained
@@ -312,7 +312,7 @@ def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:
     if not is_run and not name.startswith("models:/"):
         return None
     uri = open_workspace(runs).tracking_uri
-    if not has_store(uri):
+    if not has_runs(uri):
         raise UserError(f"{name}: no runs in {uri} yet; choose another store with --runs or MLFLOW_TRACKING_URI")
     from experiments.tracking.listing import trial_key  # imports MLflow
 

@@ -109,7 +109,7 @@ class ProgressReporter:
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         if dist.get_rank() == 0:
-            _log.info(", ".join(words(metrics)))
+            _log.info(", ".join(in_words(metrics)))
 
 
 def _last_top1(history: Sequence[Epoch]) -> dict[str, float]:
@@ -123,7 +123,7 @@ def stopped(epoch: int, epochs: int) -> str:
     return f"stopped at epoch {epoch} of {epochs} by early stopping"
 
 
-def words(metrics: Mapping[str, float]) -> list[str]:
+def in_words(metrics: Mapping[str, float]) -> list[str]:
     """The parts of a report as text, the most important first."""
     where = f"epoch {metrics['epoch']:.0f}/{metrics['epochs']:.0f}"
     if "stopped" in metrics:

@@ -48,10 +48,10 @@ def test_overrides_that_change_trials_are_part_of_the_names(write_grid: WriteGri
 
 
 def test_report_command_prints_every_format_and_rejects_mistakes(
-    finished_job: OpenGrid, tmp_path: Path, run_san: San, rejected: Rejected
+    finished_grid: OpenGrid, tmp_path: Path, run_san: San, rejected: Rejected
 ) -> None:
     """Formats other than text write no files, and neither does a mistake."""
-    finished_job()
+    finished_grid()
     report = ("report", tmp_path / "invented.yaml", "--runs", tmp_path / "runs")
     for form, start in (("markdown", "| row | top-1 paper |"), ("latex", "\\begin{tabular}"), ("csv", "id,paper_top1,top1")):
         _, out, _ = run_san(*report, "--seeds", "2", "--format", form)
@@ -68,8 +68,8 @@ def test_report_command_prints_every_format_and_rejects_mistakes(
     assert not (tmp_path / "runs" / "invented-digits").exists() and not page.exists()
 
 
-def test_prints_the_table_if_its_folder_cannot_be_written(finished_job: OpenGrid, tmp_path: Path, run_san: San) -> None:
-    grid_run = finished_job()
+def test_prints_the_table_if_its_folder_cannot_be_written(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -> None:
+    grid_run = finished_grid()
     folder = grid_run.workspace.runs / "invented-digits"
     folder.write_text("a file")
     code, out, err = run_san("report", tmp_path / "invented.yaml", "--runs", grid_run.workspace.runs, "--seeds", "2")

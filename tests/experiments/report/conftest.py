@@ -79,7 +79,7 @@ def rows_of_table(page: ElementTree.Element, section: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def finished_job(write_grid: WriteGrid, runs: Path) -> OpenGrid:
+def finished_grid(write_grid: WriteGrid, runs: Path) -> OpenGrid:
     """Makes a grid run of five rows and two seeds. One row is unfinished, and another one lacks a seed."""
 
     def make(grid: str = GRID) -> GridRun:

@@ -34,8 +34,8 @@ GRID_OF_PROTOCOL = """
 DASH = "\N{EN DASH}"
 
 
-def test_page_of_a_grid(finished_job: OpenGrid, tmp_path: Path, run_san: San) -> None:
-    grid_run = finished_job()
+def test_page_of_a_grid(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -> None:
+    grid_run = finished_grid()
     first = grid_run.trials[0]
     results = known_results(grid_run)
     grid_run.tracker.add(results[first.key].run_id, {"robustness/none/top1": 90.0, "robustness/rotate90/top1": 40.0})
@@ -139,10 +139,15 @@ def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Pa
     ],
 )
 def test_protocol_table(
-    protocol: ProtocolName, names: list[str], measured: list[str], unmeasured: list[str], finished_job: OpenGrid, tmp_path: Path
+    protocol: ProtocolName,
+    names: list[str],
+    measured: list[str],
+    unmeasured: list[str],
+    finished_grid: OpenGrid,
+    tmp_path: Path,
 ) -> None:
     """Two conditions are measured, for one of two seeds of the first row."""
-    grid_run = finished_job(grid=GRID_OF_PROTOCOL.format(protocol))
+    grid_run = finished_grid(grid=GRID_OF_PROTOCOL.format(protocol))
     run_id = known_results(grid_run)[grid_run.trials[0].key].run_id
     for condition, value in zip(PROTOCOLS[protocol].conditions[:2], (90.0, 80.0), strict=True):
         grid_run.tracker.add(run_id, condition.metrics(dict.fromkeys(condition.numbers, value)))
@@ -157,9 +162,9 @@ def test_protocol_table(
     assert unmeasured in [row[1:] for row in rows[6:]]
 
 
-def test_links_runs_on_a_server(finished_job: OpenGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_runs_on_a_server(finished_grid: OpenGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grid = "{question: q, base: {recipe: {epochs: 3}}, rows: [{id: resnet26, model: {name: resnet26}}]}"
-    grid_run, path = finished_job(grid=grid), tmp_path / "page.html"
+    grid_run, path = finished_grid(grid=grid), tmp_path / "page.html"
     results, tracker = known_results(grid_run), grid_run.tracker
     result = results[grid_run.trials[0].key]
     monkeypatch.setattr(GridRun, "tracker", property(lambda grid_run: tracker))

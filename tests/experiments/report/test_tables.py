@@ -91,9 +91,9 @@ def test_latex_groups_paper_and_ours_under_one_heading() -> None:
 
 
 def test_a_trial_is_a_row_with_settings_counts_and_metrics(
-    finished_job: OpenGrid, tmp_path: Path, run_san: San, rejected: Rejected
+    finished_grid: OpenGrid, tmp_path: Path, run_san: San, rejected: Rejected
 ) -> None:
-    grid_run = finished_job()
+    grid_run = finished_grid()
     table = experiments.load_results(tmp_path / "invented.yaml", runs=tmp_path / "runs", seeds=2)
     trials = grid_run.trials
     assert list(table["key"]) == [trial.key for trial in trials]
