@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 Row = TypeVar("Row")
@@ -31,7 +31,17 @@ def choose(field: str, name: str, registry: Mapping[str, Row]) -> Row:
         ChoiceError: unknown name; the message lists the names that exist.
     """
     if not isinstance(name, str) or name not in registry:
-        near = difflib.get_close_matches(str(name), registry, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ChoiceError(field, f"unknown {field} {name!r}{hint} Choose from: {', '.join(registry)}")
+        raise ChoiceError(field, f"unknown {field} {name!r}; {choices('choose from', name, registry)}")
     return registry[name]
+
+
+def choices(what: str, name: object, known: Iterable[str]) -> str:
+    """The end of the error message for an unknown name: all known names, and the most similar one."""
+    names = f"{what}: {', '.join(known := list(known))}"
+    near = similar(name, known)
+    return f"did you mean `{near}`? {names[0].upper()}{names[1:]}" if near else names
+
+
+def similar(name: object, known: Iterable[str]) -> str | None:
+    """The most similar known name; None if none is similar."""
+    return next(iter(difflib.get_close_matches(str(name), known, n=1)), None)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import json
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from san.choice import ChoiceError, ModelError
+from san.choice import ChoiceError, ModelError, choices, similar
 from san.models import ModelSpec, ModuleSpec, model_spec
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
@@ -455,16 +454,10 @@ def _words(item: Any) -> str:
     return f"{message[0].lower()}{message[1:]}, not {json.dumps(item['input'], default=str)}"
 
 
-def choices(what: str, name: str, known: Iterable[str]) -> str:
-    """The end of the error message for an unknown name: all known names, and the most similar one."""
-    near = difflib.get_close_matches(name, known := list(known), n=1)
-    return f"did you mean `{near[0]}`? {what.capitalize()}: {', '.join(known)}" if near else f"{what}: {', '.join(known)}"
-
-
 def unknown_key(path: str, allowed: Sequence[str]) -> str:
     """The error message for a key, with the most similar one."""
     section, dot, key = path.rpartition(".")
-    near = [f"{section}{dot}{name}" for name in difflib.get_close_matches(key, allowed, n=1)]
+    near = [f"{section}{dot}{name}" for name in [similar(key, allowed)] if name]
     if not section and not near:  # a key without its section, such as `lr` for `recipe.lr`
         keys = [f"{section}.{name}" for section in TrialConfig.model_fields for name in keys_at(TrialConfig, (section,))]
         near = [full for full in keys if full.endswith(f".{key}")]

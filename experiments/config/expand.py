@@ -20,7 +20,6 @@ from experiments.config.config import (
     PROJECT_DIR,
     ModelConfig,
     TrialConfig,
-    choices,
     combination_errors,
     fine_tuning_errors,
     is_module,
@@ -33,6 +32,7 @@ from experiments.config.config import (
 from experiments.config.grid import LONGEST_ID, Grid, GridRequest, Layer, Plot, ProtocolName, Row, is_checkpoint_name
 from experiments.config.imports import SourceFile, import_files
 from experiments.errors import UserError
+from san.choice import choices
 
 GRIDS_DIR = PROJECT_DIR / "experiments" / "grids"
 PROFILES_DIR = GRIDS_DIR / "profiles"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster import Placement
-from experiments.config.config import ModelConfig, TrialConfig, choices
+from experiments.config.config import ModelConfig, TrialConfig
 from experiments.config.expand import expand, profile_path
 from experiments.config.grid import Grid, GridRequest, Trial
 from experiments.errors import UserError
@@ -20,6 +20,7 @@ from experiments.runs.workspace import Workspace, has_runs, open_workspace
 from experiments.tracking import Result
 from experiments.training.fine_tuning import init_digest, initialize
 from experiments.training.images import data_digest, loaders, open_data, without_writing
+from san.choice import choices
 
 if TYPE_CHECKING:
     from experiments.tracking.tracker import Tracker

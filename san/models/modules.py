@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import ClassVar, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from san.choice import ChoiceError, ModelError
+from san.choice import ChoiceError, ModelError, similar
 from san.models.base import BaseModel, ModelSpec, check_count
 
 Build = Callable[..., nn.Module]
@@ -121,9 +120,9 @@ def timm_spec(name: str) -> ModuleSpec:
         raise ChoiceError("name", f"{name} needs timm, which {reason}; see docs/guides/pytorch.md") from None
     theirs = name.removeprefix(TIMM)
     if not timm.is_model(theirs):
-        near = difflib.get_close_matches(theirs, timm.list_models(), n=1)
-        hint = f"; did you mean {TIMM}{near[0]}?" if near else ""
-        raise ChoiceError("name", f"timm {timm.__version__} has no model {theirs!r}{hint} `timm.list_models()` lists them")
+        near = similar(theirs, timm.list_models())
+        hint = f"did you mean `{TIMM}{near}`?" if near else "see timm.list_models()"
+        raise ChoiceError("name", f"timm {timm.__version__} has no model {theirs!r}; {hint}")
 
     def build(num_classes: int, in_channels: int, drop_path_rate: float = 0.0, img_size: int | None = None) -> nn.Module:
         # timm leaves out settings that are None; not all of its models have these.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from typing import TypeVar
 
-from san.choice import ChoiceError, ModelError, choose
+from san.choice import ChoiceError, ModelError, choices, choose
 from san.models.base import ModelSpec
 from san.models.modules import TIMM, Build, ModuleSpec, module_spec, timm_spec
 from san.models.resnet import ResNetSpec
@@ -42,9 +41,7 @@ def model_spec(name: str, overrides: dict[str, object] | None = None) -> ModelSp
     fields = [field.name for field in dataclasses.fields(spec) if field.name != "name"]
     unknown = sorted(set(overrides or {}) - set(fields))
     if unknown:
-        near = difflib.get_close_matches(unknown[0], fields, n=1)
-        hint = f"{f'did you mean {near[0]}? I' if near else 'i'}ts fields: {', '.join(fields)}"
-        raise ModelError(f"{name} has no field {', '.join(unknown)}; {hint}")
+        raise ModelError(f"{name} has no field {', '.join(unknown)}; {choices('its fields', unknown[0], fields)}")
     # YAML and JSON have only lists; a spec has tuples, because it is hashable.
     frozen = {key: tuple(value) if isinstance(value, list) else value for key, value in (overrides or {}).items()}
     return dataclasses.replace(spec, **frozen)  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ def test_model_of_timm_is_a_row_like_ours() -> None:
     san.create_model("timm/vit_tiny_patch16_224", 10, img_size=32).spec.check_input(32)
     san.create_model("timm/densenet121", 10).spec.check_input(32)  # has no stochastic depth
     assert san.complexity(san.create_model("timm/pit_ti_224", 10), 224).flops_paper > 10**8  # passes its token to submodules
-    with pytest.raises(ValueError, match="has no model 'convnext_attto'; did you mean timm/convnext_atto"):
+    with pytest.raises(ValueError, match="has no model 'convnext_attto'; did you mean `timm/convnext_atto`"):
         san.create_model("timm/convnext_attto")
 
 

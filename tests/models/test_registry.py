@@ -159,9 +159,9 @@ def test_num_stages_counts_the_halvings_of_the_map(name: str, stages: int) -> No
 
 
 REFUSALS = {
-    "unknown name": (("san11_pairwise", {}), r"'san11_pairwise'; did you mean 'san1\d_pairwise'"),
+    "unknown name": (("san11_pairwise", {}), r"'san11_pairwise'; did you mean `san1\d_pairwise`"),
     "field of another kind": (("san10_patchwise", {"position": "none"}), "no field position"),
-    "misspelled field": (("resnet26", {"footprnt": 4}), "footprnt; did you mean footprint"),
+    "misspelled field": (("resnet26", {"footprnt": 4}), "footprnt; did you mean `footprint`"),
     "text for a number": (("san10_pairwise", {"footprint": "7"}), "footprint.*'7'"),
     "number for a name": (("san10_pairwise", {"relation": 1}), "relation.*1"),
     "unknown relation": (("san10_patchwise", {"relation": "dot"}), "'dot'.*clique"),

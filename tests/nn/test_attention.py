@@ -145,7 +145,7 @@ def test_a_new_relation_returns_the_channels_that_it_declares(monkeypatch: pytes
 
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "unknown relation": (lambda: PairwiseAttention(64, relation="star"), "'star'.*summation"),
-    "unknown mapping": (lambda: PatchwiseAttention(64, mapping="LR"), "'LR'.*'LRL'"),
+    "unknown mapping": (lambda: PatchwiseAttention(64, mapping="LR"), "'LR'.*`LRL`"),
     "unknown position": (lambda: PairwiseAttention(64, position="rel"), "'rel'.*relative"),
     "unknown transformation": (lambda: PairwiseAttention(64, transformation="same"), "'same'.*phi_eq_psi"),
     "two reductions for one layer": (

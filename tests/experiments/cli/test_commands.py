@@ -184,7 +184,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("data prepare digits --from {files}/a.txt", ["--from"]),
         ("complexity resnet26 --grid {grid}", ["'resnet26'", "--grid"]),
         ("plan {grid} --profile {grid}", ["small.yaml: this is a grid, not a profile"]),
-        ("complexity san10_pairwize", ["did you mean 'san10_pairwise'?"]),
+        ("complexity san10_pairwize", ["did you mean `san10_pairwise`?"]),
         ("complexity resnet26 footprnt=5 relation=dot", ["resnet26: footprnt", "`footprint`", "resnet26: relation"]),
         ("complexity san10_pairwise name=resnet26", ["name=resnet26"]),
         ("complexity --grid {grid} --size 20", ["pairwise_3", "20 x 20"]),
