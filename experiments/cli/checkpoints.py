@@ -267,18 +267,24 @@ def robustness(
         click.echo(f"{PROTOCOLS[protocol].caption}\n\n{protocol_table(measured).text()}")
 
 
+LAYER = click.option(
+    "--layer",
+    metavar="NAME|NUMBER",
+    help="Attention layer to draw.  [default: the last layer of the first stage with the largest footprint]",
+)
+IMAGE_SPLIT = click.option(
+    "--split", help="Split that contains image number IMAGE.  [default: the checkpoint's validation images]"
+)
+
+
 @click.command()
 @click.argument("checkpoint")
 @click.argument("image")
 @OVERRIDES
 @click.option("--pixel", metavar="ROW,COL", help="Pixel of the model's input to explain.  [default: the center]")
 @click.option("--grid", type=click.IntRange(1), metavar="N", help="Draw N by N pixels spread over the image.")
-@click.option(
-    "--layer",
-    metavar="NAME|NUMBER",
-    help="Attention layer to draw.  [default: the last layer of the first stage with the largest footprint]",
-)
-@click.option("--split", help="Split that contains image number IMAGE.  [default: the checkpoint's validation images]")
+@LAYER
+@IMAGE_SPLIT
 @IMAGE_PROFILE
 @RUNS
 @IMPORT_NOW
@@ -290,13 +296,6 @@ def robustness(
     metavar="FILE.png",
     help="PNG file to write.",
 )
-@click.option(
-    "--html",
-    type=FilePath(),
-    metavar="FILE.html",
-    help="Write an interactive page with all layers and pixels instead of a PNG file.",
-)
-@click.option("--compare", metavar="CHECKPOINT", help="With --html: a second network, shown next to the first one.")
 def attention(
     checkpoint: str,
     image: str,
@@ -308,50 +307,83 @@ def attention(
     profile: str | None,
     runs: str | None,
     out: Path,
-    html: Path | None,
-    compare: str | None,
 ) -> None:
     """Draw the attention weights of a pixel's footprint.
 
-    Shows the weights channel by channel. CHECKPOINT and overrides work as in `san evaluate`. IMAGE is a JPEG, PNG,
-    BMP, TIFF or WebP file, or the number of an image in the split.
+    Shows the weights channel by channel; `san attention-page` shows all layers and pixels. CHECKPOINT and overrides work as
+    in `san evaluate`. IMAGE is a JPEG, PNG, BMP, TIFF or WebP file, or the number of an image in the split.
 
     \b
     Example: san attention san10.pt photo.jpg --pixel 112,96 --out attention.png
     """
-    from experiments.evaluation.attention import compute_all_attention, compute_attention, in_words, layer_name, open_image
-    from experiments.evaluation.evaluate import open_checkpoint
-    from experiments.report.attention_plot import save, save_page
-    from experiments.training.checkpoint import resolve_checkpoint
-
-    def open_one(checkpoint: str) -> LoadedModel:
-        with resolve_checkpoint(checkpoint, runs) as (path, _):
-            return open_checkpoint(path, overrides, profile)
+    from experiments.evaluation.attention import compute_attention, in_words, open_image
+    from experiments.report.attention_plot import save
 
     if pixel is not None and grid is not None:
         raise UserError("both `--pixel` and `--grid`; give only one of these options")
     position = None if pixel is None else re.fullmatch(r"(\d+),(\d+)", pixel)
     if pixel is not None and position is None:
         raise UserError(f"--pixel {pixel}: not ROW,COL; give two integers, for example 12,8")
-    if html is not None and (pixel is not None or grid is not None):
-        raise UserError("`--html` shows all pixels; leave out `--pixel` and `--grid`")
-    if compare is not None and html is None:
-        raise UserError("--compare: only for `--html`; add `--html FILE.html`")
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: the picture is a PNG; give a file name that ends in .png")
-    opened = open_one(checkpoint)
-    if html is not None:
-        networks = [opened, *([open_one(compare)] if compare is not None else [])]
-        sizes = [network.config.data.size for network in networks]
-        if len(set(sizes)) > 1:
-            raise UserError(
-                f"--compare {compare}: its input is {sizes[1]} pixels wide, the other's {sizes[0]}; give data.size=N"
-            )
-        seen = [compute_all_attention(network, open_image(network, image, split)) for network in networks]
-        save_page(seen, layer_name(opened, layer), html)
-        click.echo(f"{html}: open this file in a browser")
-        return
+    opened = _opened(checkpoint, overrides, profile, runs)
     chosen = None if position is None else (int(position[1]), int(position[2]))
     weights = compute_attention(opened, open_image(opened, image, split), chosen, grid or 1, layer)
     save(weights, out)
     click.echo(f"{out}: {in_words(weights)}")
+
+
+@click.command()
+@click.argument("checkpoint")
+@click.argument("image")
+@OVERRIDES
+@click.option("--compare", metavar="CHECKPOINT", help="A second network, shown next to the first one.")
+@LAYER
+@IMAGE_SPLIT
+@IMAGE_PROFILE
+@RUNS
+@IMPORT_NOW
+@click.option(
+    "--out",
+    type=FilePath(),
+    default="attention.html",
+    show_default=True,
+    metavar="FILE.html",
+    help="HTML file to write.",
+)
+def attention_page(
+    checkpoint: str,
+    image: str,
+    overrides: tuple[str, ...],
+    compare: str | None,
+    layer: str | None,
+    split: str | None,
+    profile: str | None,
+    runs: str | None,
+    out: Path,
+) -> None:
+    """Write a page with the attention weights of all layers and pixels.
+
+    The page is interactive and needs no network. The arguments are as in `san attention`.
+
+    \b
+    Example: san attention-page san10.pt photo.jpg --compare san15.pt
+    """
+    from experiments.evaluation.attention import compute_all_attention, layer_name, open_image
+    from experiments.report.attention_plot import save_page
+
+    networks = [_opened(name, overrides, profile, runs) for name in (checkpoint, compare) if name is not None]
+    sizes = [network.config.data.size for network in networks]
+    if len(set(sizes)) > 1:
+        raise UserError(f"--compare {compare}: its input is {sizes[1]} pixels wide, the other's {sizes[0]}; give data.size=N")
+    seen = [compute_all_attention(network, open_image(network, image, split)) for network in networks]
+    save_page(seen, layer_name(networks[0], layer), out)
+    click.echo(f"{out}: open this file in a browser")
+
+
+def _opened(checkpoint: str, overrides: tuple[str, ...], profile: str | None, runs: str | None) -> LoadedModel:
+    from experiments.evaluation.evaluate import open_checkpoint
+    from experiments.training.checkpoint import resolve_checkpoint
+
+    with resolve_checkpoint(checkpoint, runs) as (path, _):
+        return open_checkpoint(path, overrides, profile)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 HEADINGS = {
     "Train": ("plan", "run", "report", "study"),
-    "Checkpoints": ("evaluate", "predict", "robustness", "attention", "convert"),
+    "Checkpoints": ("evaluate", "predict", "robustness", "attention", "attention-page", "convert"),
     "Models": ("models", "complexity", "doctor"),
     "Data": ("data",),
     "Cluster": ("submit",),
@@ -83,7 +83,8 @@ def cli() -> None:
 
 cli.add_command(data)
 for command in (
-    *(checkpoints.convert, checkpoints.evaluate, checkpoints.predict, checkpoints.robustness, checkpoints.attention),
+    *(checkpoints.convert, checkpoints.evaluate, checkpoints.predict, checkpoints.robustness),
+    *(checkpoints.attention, checkpoints.attention_page),
     *(models.models, models.complexity, models.doctor),
     *(runs.list_runs, runs.delete, runs.ui),
 ):

@@ -1,8 +1,8 @@
 """The README, `docs/start` and `docs/guides`: every command and every Python block runs, and every grid is valid.
 
 Each page runs in order in a folder of its own. Commands use grids with one row each and train for one epoch on few images.
-`KEY`, and a key after `san attention` or `--compare`, become that of a trial that was trained before. A block after
-`<!-- not run: REASON -->` is only checked: its Python compiles, and the options of its `san` commands exist.
+`KEY`, and a key after `san attention`, `san attention-page` or `--compare`, become that of a trial that was trained before. A
+block after `<!-- not run: REASON -->` is only checked: its Python compiles, and the options of its `san` commands exist.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGES = sorted(
 )
 BLOCK = re.compile(r"^(?:<!-- (not run|not a grid): [^\n]* -->\n)?```(sh|python|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = {"recipe.epochs": "1", "recipe.batch_size": "8", "data.train_per_class": "4"}
-KEY = re.compile(r"\bKEY\b|(?:(?<=san attention )|(?<=--compare ))[0-9a-f]{12}\b")
+KEY = re.compile(r"\bKEY\b|(?:(?<=san attention )|(?<=san attention-page )|(?<=--compare ))[0-9a-f]{12}\b")
 
 
 @dataclass(frozen=True)

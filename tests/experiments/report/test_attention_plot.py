@@ -1,4 +1,4 @@
-"""`san attention --html`: the weights on the page, and the errors of its options."""
+"""`san attention-page`: the weights on the page, and the errors of its options."""
 
 import base64
 import json
@@ -20,8 +20,8 @@ from tests.experiments.report.conftest import read_page, text_of
 
 def test_page_contains_the_weights_of_all_layers_and_pixels(files: Path, tmp_path: Path, run_san: San) -> None:  # noqa: F811
     page, picture = tmp_path / "page.html", files / "colours.png"
-    options = ("--profile", "digits", "--html", page, "--compare", files / "san10_scalar.pt", "--layer", "0")
-    code, _, err = run_san("attention", files / "san10_patchwise.pt", picture, *options)
+    options = ("--profile", "digits", "--out", page, "--compare", files / "san10_scalar.pt", "--layer", "0")
+    code, _, err = run_san("attention-page", files / "san10_patchwise.pt", picture, *options)
     assert code == 0, err
     root = read_page(page)
     assert [text_of(heading) for heading in root.iter("h1")] == ["Attention weights of san10_patchwise and san10_scalar"]
@@ -48,7 +48,7 @@ def test_script_shows_the_weights_of_the_pixel_in_the_middle(files: Path, tmp_pa
     if program is None:
         pytest.skip("a browser is missing: no chromium on PATH (Debian's package chromium)")
     page, picture = tmp_path / "page.html", files / "colours.png"
-    run_san("attention", files / "san10_patchwise.pt", picture, "--profile", "digits", "--html", page)
+    run_san("attention-page", files / "san10_patchwise.pt", picture, "--profile", "digits", "--out", page)
     command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
     command += ["--virtual-time-budget=10000", "--dump-dom", page.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout
@@ -61,10 +61,5 @@ def test_script_shows_the_weights_of_the_pixel_in_the_middle(files: Path, tmp_pa
 
 
 def test_rejects(files: Path, rejected: Rejected) -> None:  # noqa: F811
-    command = ("attention", files / "san10_pairwise.pt", files / "colours.png", "--profile", "digits")
-    for options, words in (
-        (("--html", "page.html", "--pixel", "1,1"), "`--pixel`"),
-        (("--compare", "other.pt"), "--compare: only for `--html`"),
-        (("--html", "missing/page.html"), "missing/page.html: cannot write"),
-    ):
-        assert words in rejected(*command, *options)
+    command = ("attention-page", files / "san10_pairwise.pt", files / "colours.png", "--profile", "digits")
+    assert "missing/page.html: cannot write" in rejected(*command, "--out", "missing/page.html")
