@@ -69,20 +69,21 @@ def test_grid_is_trained_with_every_real_part(start: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_killed", [False, True], ids=["Ctrl-C", "kill"])
-def test_real_processes_end_and_the_grid_resumes(is_killed: bool, start: Start, tmp_path: Path) -> None:
-    options = ("recipe.epochs=3", "recipe.batch_size=64")
+def test_interrupted_and_killed_processes_end_and_the_grid_resumes(start: Start, tmp_path: Path) -> None:
+    options = ("recipe.epochs=3", "recipe.batch_size=32", "data.train_per_class=64")
     first = start(*options)
     first.wait_for("resnet26_3 epoch|resnet26_3 finished")
-    if is_killed:
-        os.kill(first.process.pid, signal.SIGKILL)
-        first.finish()
-    else:
-        os.killpg(first.process.pid, signal.SIGINT)
-        assert first.finish() == 1
-        assert "the same `san run` continues it" in first.said
-        assert "Traceback" not in first.said and "grpc" not in first.said.lower()
-    wait_until_gone(str(tmp_path), AGENTS if is_killed else ())
+    os.killpg(first.process.pid, signal.SIGINT)
+    assert first.finish() == 1
+    assert "the same `san run` continues it" in first.said
+    assert "Traceback" not in first.said and "grpc" not in first.said.lower()
+    wait_until_gone(str(tmp_path))
+
+    second = start(*options)
+    second.wait_for("(resnet26|patchwise)_3 (resumes|epoch|finished)")
+    os.kill(second.process.pid, signal.SIGKILL)
+    second.finish()
+    wait_until_gone(str(tmp_path), AGENTS)
 
     last = start(*options)
     assert last.finish() == 0, last.said
