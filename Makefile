@@ -9,7 +9,7 @@ STEP = ./.ci/step
 export PIP_ROOT_USER_ACTION := ignore
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo study weights faults soak figures docs gallery test test-all test-clients test-torch test-latest wheel lint audit format setup gpu-check clean
+.PHONY: demo study weights faults soak docs gallery test test-all test-clients test-torch test-latest wheel lint audit format setup gpu-check clean
 
 demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
@@ -30,10 +30,6 @@ weights: setup
 # Inject faults into real processes (25 minutes; the row of a full disk needs root) and print rows of the table in docs/results/faults.md.
 faults: setup
 	@$(STEP) "faults" $(BIN)/python -m tests.faults.faults
-
-# Draw the figures of docs/explanation/operators.md.
-figures: setup
-	@$(BIN)/python docs/figures/draw.py
 
 # Build the documentation into site/. Fails on broken links and on pages that are not in the navigation.
 docs: setup
