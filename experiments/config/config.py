@@ -433,6 +433,9 @@ def schema_errors(error: ValidationError, schema: type[BaseModel]) -> Iterator[t
     items = error.errors()
     for item in items:
         path, loc = _path(item["loc"]), item["loc"]
+        if loc[-1:] == ("[key]",):  # of a mapping
+            yield _path(loc[:-2]), f"has the key {json.dumps(loc[-2])}, which is not text; in {{a: 1,5}}, a comma starts a key"
+            continue
         if item["type"] == "too_short" and any(other["loc"][: len(loc)] == loc != other["loc"] for other in items):
             continue  # the list is too short because items are invalid, which have their own messages
         yield path, unknown_key(path, keys_at(schema, item["loc"][:-1])) if item["type"] == "extra_forbidden" else _words(item)

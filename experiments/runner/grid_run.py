@@ -45,8 +45,9 @@ class GridRun:
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """The overrides that can change trials."""
-        return tuple(text for text in self.request.overrides if re.match(r"(model|data|recipe)\b", text))
+        """The overrides that can change trials, sorted by key, so that their order does not matter."""
+        found = (text for text in self.request.overrides if re.match(r"(model|data|recipe)\b", text))
+        return tuple(sorted(found, key=lambda text: text.partition("=")[0]))
 
     @property
     def suffix(self) -> str:

@@ -43,6 +43,7 @@ def test_overrides_that_change_trials_are_part_of_the_names(write_grid: WriteGri
     assert title("resources.workers=2", "engine.deterministic=true") == plain
     assert title("recipe.lr=0.2") == f"{plain}+recipe.lr=0.2" != title("recipe.lr=0.3")
     assert title(f"data.root={PROJECT_DIR}/data/digits") != plain
+    assert title("recipe.lr=0.2", "data.flip=false") == title("data.flip=false", "recipe.lr=0.2")
     names = [title("data.mean=[0.5, 0.5, 0.5]"), title("data.mean=[0.5,0.5,0.5]"), *map(title, longest)]
     assert len(set(names)) == 4 and all(re.fullmatch(r"[A-Za-z0-9_.=,+-]{1,160}", name) for name in names)
 

@@ -197,8 +197,10 @@ MISTAKES: dict[str, tuple[str, list[str]]] = {
         rows: [{id: a, modl: {}}, {id: 3}]
         seeds: [-1]
         product: {recipe.momentum: 0.9}
+        base: {recipe: {lr: 1,5}}
         """,
         [
+            "base.recipe: has the key 5, which is not text",
             "foo: unknown key",
             "rows[0].modl: unknown key; did you mean `rows[0].model`?",
             "rows[1].id: ",
