@@ -2,7 +2,7 @@
 
     PYTHON tests/pretrained_top1.py data/cifar10/val [IMAGES_PER_CLASS]
 
-To try a wheel, use a Python in whose environment it is installed; see docs/guides/release.md.
+To try a wheel, use a Python in whose environment it is installed; see "Publish a release" in CONTRIBUTING.md.
 """
 
 import platform

@@ -1,4 +1,4 @@
-"""Measures how time and memory grow with the number of trials, finished runs and the size of a grid (docs/results/scale.md).
+"""Measures how time and memory grow with the number of trials, finished runs and the size of a grid.
 
     python -m tests.benchmarks.scale trials 200  # run 200 empty trials on this machine
     python -m tests.benchmarks.scale runs 2000   # read 2000 finished runs from MLflow on SQLite
