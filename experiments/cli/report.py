@@ -12,9 +12,8 @@ from pathlib import Path
 import click
 
 from experiments.errors import UserError
-from experiments.evaluation.attention_samples import attention_samples
 from experiments.report.data import GridReport, shown_rows, table_rows
-from experiments.report.page import page
+from experiments.report.page import render
 from experiments.report.plots import CURVES, save_plot
 from experiments.report.tables import caption, measurements_of, tables, trial_table
 from experiments.runner.grid_run import GridRun, finished_trials, is_done, is_finished
@@ -70,14 +69,14 @@ def _write_files(grid_run: GridRun, results: Mapping[str, Result], forms: Mappin
             save_plot(grid_run.grid.plot, grid_run.trials, rows, grid_run.grid.question, files[-1])
             click.echo(f"plot: {grid_run.workspace.uri(files[-1])}", err=True)
         files.append(folder / "report.html")
-        files[-1].write_text(page(_collected(grid_run, results)), encoding="utf-8")
+        files[-1].write_text(render(_collected(grid_run, results)), encoding="utf-8")
         click.echo(f"report: {grid_run.workspace.uri(files[-1])}", err=True)
     return files
 
 
 def write_page(grid_run: GridRun, results: Mapping[str, Result], path: Path) -> None:
     """Writes the HTML page. Unfinished trials have curves, too. Raises UserError if the file cannot be written."""
-    _write(path, page(_collected(grid_run, results)), "report", "--html")
+    _write(path, render(_collected(grid_run, results)), "report", "--html")
 
 
 def write_trials(grid_run: GridRun, results: Mapping[str, Result], path: Path) -> None:
@@ -112,7 +111,6 @@ def _collected(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:
         rows,
         measurements_of(grid_run, results),
         curves={key: {metric: curve(run_id, metric) for metric in CURVES} for key, run_id in run_ids.items()},
-        samples=attention_samples(grid_run.workspace, finished_trials(grid_run.trials, results)),
         confusions=_confusions(grid_run, results, shown),
     )
 

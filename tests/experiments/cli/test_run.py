@@ -73,7 +73,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the page and the plot of a grid by empty files."""
-    monkeypatch.setattr(report, "page", lambda found: "")
+    monkeypatch.setattr(report, "render", lambda found: "")
     monkeypatch.setattr(report, "save_plot", lambda *arguments: arguments[-1].touch())
 
 
