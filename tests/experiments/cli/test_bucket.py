@@ -98,7 +98,7 @@ def test_grid_runs_without_a_shared_folder(
     for command, expected in (
         (("run", *grid_run), "trained 1 trial in "),
         (("run", *grid_run), finished),
-        (("report", *grid_run), f"report: {bucket.uri(f'{title}/report.html')}\n"),
+        (("report", *grid_run), f"plot: {bucket.uri(f'{title}/plot.png')}\n"),
         (("plan", *grid_run), "finished"),
         (("runs",), "1/1"),
     ):

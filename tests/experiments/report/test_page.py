@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.cli.report import write_page
+from experiments.cli.run import write_page
 from experiments.config.grid import GridRequest, ProtocolName
 from experiments.evaluation.robustness import PROTOCOLS
 from experiments.report import data, plots
