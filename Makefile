@@ -41,7 +41,7 @@ gallery: setup
 	@sed -n '/^<!-- not run/,/^```$$/d;/^```sh$$/,/^```$$/{/^```/!p}' docs/guides/attention.md | PATH="$(CURDIR)/$(BIN):$$PATH" sh -ex
 	@$(BIN)/san run $(DEMO)
 	@cp runs/footprint-digits/plot.png docs/images/footprint-digits.png
-	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,1700 --screenshot=docs/images/report.png \
+	@chromium --headless --no-sandbox --hide-scrollbars --window-size=1200,1455 --screenshot=docs/images/report.png \
 	  runs/footprint-digits/report.html
 
 CLIENTS := .clients

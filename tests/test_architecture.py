@@ -27,7 +27,7 @@ ONLY_IN = {
     "click": "experiments/cli/",
     "sklearn": "pipelines/datasets/digits.py",
     "matplotlib": ("experiments/report/plots.py", "experiments/report/attention_plot.py"),
-    "jinja2": "experiments/report/html.py",
+    "jinja2": "experiments/report/page.py",
     "pandas": ("experiments/report/tables.py", "experiments/__init__.py"),
     "rich": "experiments/runner/progress.py",
     "boto3": "experiments/runs/bucket.py",

@@ -179,7 +179,7 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
     \b
     Example: san report experiments/grids/footprint.yaml --html footprint.html
     """
-    from experiments.cli.report import print_report, print_unfinished, write_page, write_trials
+    from experiments.cli.run import print_report, print_unfinished, write_page, write_trials
     from experiments.report.tables import records_of, tables
     from experiments.runner.grid_run import finished_results, known_results, open_grid_run
 

@@ -1,5 +1,4 @@
-"""Attention weights in pictures: PNG files, and one interactive HTML page of all layers and pixels, for `san attention`, and
-SVG for the page of a grid."""
+"""Attention weights in pictures, for `san attention`: PNG files, and one interactive HTML page of all layers and pixels."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import math
 import textwrap
 import zlib
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,15 @@ from numpy.typing import NDArray
 
 from experiments.errors import UserError
 from experiments.evaluation.attention import Attention, Floats, in_words, variance_in_words
-from experiments.report import plots
-from experiments.report.html import templates
+from experiments.report.page import templates
 from experiments.report.plots import GROUND, INK, QUIET
 
-# Lengths are in points of the SVG, whose text the page enlarges. A PNG has smaller letters and more columns.
-WIDTH, GAP, HEADING, BAR = 400, 12, 20, 42
-PIXEL, DASHES = "#e69f00", (0, (2, 2))
-MOST_CHANNELS, MOST_CHANNELS_OF_PAGE = 64, 8
-"""Pictures show at most this many channels; the numbers cover all."""
+# In points, as the sizes of letters.
+WIDTH, GAP, HEADING, BAR = 576, 12, 20, 42
+LETTERS = 8
+PIXEL = "#e69f00"
+MOST_CHANNELS = 64
+"""A picture shows at most this many channels; the numbers cover all."""
 # Perceptually uniform color maps that color-blind readers can tell apart; signed weights are white at zero.
 WEIGHTS, SIGNED, SPREAD = "viridis", "RdBu_r", "cividis"
 
@@ -45,11 +43,11 @@ def save(attention: Attention, path: Path) -> None:
     where = f"{attention.layer}, map of {H} × {W}, {attention.channels}"  # noqa: RUF001
     above = f"{attention.picture}, predicted {attention.prediction}  |  {where}"
     below = textwrap.fill(f"{_legend(attention, shown)} {variance_in_words(attention)}", 125)
-    figure = _draw(attention, shown, columns, 576, 8, above=46, below=12 * (1 + below.count("\n")) + 12)
+    figure = _draw(attention, shown, columns, above=46, below=12 * (1 + below.count("\n")) + 12)
     height = figure.get_figheight() * 72
     for y, text, size, color in ((height - 12, title, 11, INK), (height - 30, above, 9, QUIET)):
-        figure.text(GAP / 576, y / height, text, fontsize=size, color=color, va="top")
-    figure.text(GAP / 576, 10 / height, below, fontsize=8, color=INK, va="bottom", linespacing=1.3)
+        figure.text(GAP / WIDTH, y / height, text, fontsize=size, color=color, va="top")
+    figure.text(GAP / WIDTH, 10 / height, below, fontsize=LETTERS, color=INK, va="bottom", linespacing=1.3)
     try:
         figure.savefig(path, format="png", dpi=150, metadata={"Title": title, "Description": in_words(attention)})
     except OSError as error:
@@ -64,22 +62,17 @@ def color_tables() -> dict[str, str]:
     return {use: colormaps[name](np.arange(256), bytes=True)[:, :3].tobytes().hex() for use, name in names.items()}
 
 
-def svg(attention: Attention) -> str:
-    """The picture as an SVG element for the page, with `in_words` as its text alternative."""
-    figure = _draw(attention, min(len(attention.weight_GKn), MOST_CHANNELS_OF_PAGE), 4, WIDTH, 9)
-    return plots.as_element(figure, f'class="chart" role="img" aria-label="{escape(in_words(attention))}"')
-
-
-def _draw(attention: Attention, shown: int, columns: int, width: float, size: float, above: float = 0, below: float = 0) -> Any:
+def _draw(attention: Attention, shown: int, columns: int, above: float, below: float) -> Any:
     """Draws the image, the pixels in the footprints, mean and spread over channels, the weights by channel and their scale."""
     from matplotlib import colors
+    from matplotlib.figure import Figure
 
-    rows, side = -(-(4 + shown) // columns), (width - GAP) / columns - GAP
+    rows, side = -(-(4 + shown) // columns), (WIDTH - GAP) / columns - GAP
     height = above + rows * (side + HEADING) + BAR + below
-    figure = plots.figure(width, height)
+    figure = Figure(figsize=(WIDTH / 72, height / 72))
     edges = {
-        "left": GAP / width,
-        "right": 1 - GAP / width,
+        "left": GAP / WIDTH,
+        "right": 1 - GAP / WIDTH,
         "bottom": (below + BAR) / height,
         "top": 1 - (above + HEADING) / height,
     }
@@ -91,7 +84,7 @@ def _draw(attention: Attention, shown: int, columns: int, width: float, size: fl
         axes.set(xticks=[], yticks=[], facecolor="none")
         axes.spines[:].set_visible(False)
     for axes, heading in zip(all_axes, headings, strict=False):
-        axes.set_title(heading, pad=5, fontsize=size, color=QUIET)
+        axes.set_title(heading, pad=5, fontsize=LETTERS, color=QUIET)
 
     limit = attention.limit
     # Most weights after a softmax are small, so their colors follow the square root.
@@ -105,21 +98,21 @@ def _draw(attention: Attention, shown: int, columns: int, width: float, size: fl
     _draw_weights(all_axes[3], attention, spread_Kn, {"cmap": SPREAD, "vmin": 0, "vmax": spread_Kn.max() or 1})
     for axes, weight_Kn in zip(all_axes[4:], weight_GKn[:shown], strict=False):
         _draw_weights(axes, attention, weight_Kn, scale)
-    bar = figure.add_axes((GAP / width, (below + BAR - 22) / height, 0.45, 8 / height))
+    bar = figure.add_axes((GAP / WIDTH, (below + BAR - 22) / height, 0.45, 8 / height))
     figure.colorbar(drawn, cax=bar, orientation="horizontal").outline.set_visible(False)
-    _mark_scale(bar, attention, size)
+    _mark_scale(bar, attention)
     words = f"spread up to {spread_Kn.max():.2g}"
-    figure.text(1 - GAP / width, (below + BAR - 20) / height, words, ha="right", fontsize=size, color=QUIET)
+    figure.text(1 - GAP / WIDTH, (below + BAR - 20) / height, words, ha="right", fontsize=LETTERS, color=QUIET)
     return figure
 
 
-def _mark_scale(bar: Any, attention: Attention, size: float) -> None:
+def _mark_scale(bar: Any, attention: Attention) -> None:
     limit, K = attention.limit, attention.weight_GKn.shape[1]
     # Uniform weights are marked where the labels of both ends leave room.
     uniform = {1 / K: f"1/{K}"} if 4 / K < limit < 36 / K and not attention.is_signed else {}
     ticks = {-limit: f"\N{MINUS SIGN}{limit:.2g}"} if attention.is_signed else {}
     ticks |= {0.0: "0", **uniform, limit: f"{limit:.2g}"}
-    bar.set_xticks(list(ticks), labels=list(ticks.values()), fontsize=size, color=QUIET)
+    bar.set_xticks(list(ticks), labels=list(ticks.values()), fontsize=LETTERS, color=QUIET)
     bar.set_xticks([], minor=True)
     bar.tick_params(length=0)
     first, *_, last = bar.get_xticklabels()
@@ -153,17 +146,17 @@ def _draw_image(axes: Any, attention: Attention) -> None:
     image = _picture(*attention.mirrored(reach))
     axes.imshow(image, extent=(-reach, W + reach, H + reach, -reach), interpolation="none")
     if reach:
-        _outline(axes, 0, 0, W, H, GROUND, DASHES)
+        _outline(axes, 0, 0, W, H, GROUND, dashed=True)
     _outline(axes, column - k // 2, row - k // 2, k, k, GROUND)
     for row, column in attention.pixels:
         _outline(axes, column, row, 1, 1, PIXEL)
 
 
-def _outline(axes: Any, left: float, top: float, width: float, height: float, color: str, dashes: Any = "-") -> None:
+def _outline(axes: Any, left: float, top: float, width: float, height: float, color: str, dashed: bool = False) -> None:
     """Draws a rectangle with an edge of another color, which is visible on any background."""
     from matplotlib.patches import Rectangle
 
-    for edge, line, style in ((INK, 2.4, "-"), (color, 1.2, dashes)):
+    for edge, line, style in ((INK, 2.4, "-"), (color, 1.2, (0, (1.7, 1.7)) if dashed else "-")):
         axes.add_patch(Rectangle((left, top), width, height, fill=False, ec=edge, lw=line, ls=style, clip_on=False))
 
 
@@ -182,7 +175,7 @@ def _draw_tiles(axes: Any, attention: Attention, tiles: Floats, scale: dict[str,
         _outline(axes, left + k // 2, top + k // 2, 1, 1, PIXEL)
     part = attention.image_part()
     if side == 1 and part != (0, 0, k, k):
-        _outline(axes, *part, GROUND, DASHES)
+        _outline(axes, *part, GROUND, dashed=True)
     axes.set(xlim=(0, side * step - 1), ylim=(side * step - 1, 0))
     return drawn
 
@@ -206,7 +199,7 @@ def save_page(networks: Sequence[Mapping[str, Attention]], layer: str, path: Pat
     title = " and ".join(layers[next(iter(layers))].model for layers in networks)
     page = templates().get_template("attention.html")
     try:
-        path.write_text(page.render(colors=plots.COLORS, title=title, picture=first.picture, layer=layer, data=data))
+        path.write_text(page.render(title=title, picture=first.picture, layer=layer, data=data))
     except OSError as error:
         raise UserError(f"{path}: cannot write this file ({error.strerror}); choose another file with --html") from None
 

@@ -7,7 +7,6 @@ import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import san
 from experiments.config.config import value_at
@@ -19,9 +18,6 @@ from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.images import open_data
-
-if TYPE_CHECKING:
-    from experiments.evaluation.attention_samples import AttentionSample
 
 Spread = tuple[tuple[float, ...], float | None]
 """The values of the seeds, and half of the 95 % confidence interval of their mean."""
@@ -246,7 +242,7 @@ def _minus(one: float | None, other: float | None) -> float | None:
 
 
 MOST_ROWS = 42
-"""A page shows curves, labels and commands for at most this many rows; more would be indistinguishable."""
+"""A page shows curves and commands for at most this many rows; more would be indistinguishable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +256,6 @@ class GridReport:
     """The table of the grid's protocol, if it names one."""
     curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
     """Epochs and values by content hash and metric."""
-    samples: Sequence[AttentionSample]
     confusions: Mapping[str, Confusion]
     """By row, summed over its finished seeds; empty for many classes."""
 
@@ -288,6 +283,6 @@ def has_small_networks(rows: Sequence[TableRow]) -> bool:
 
 
 def shown_rows(rows: Sequence[TableRow]) -> list[str]:
-    """The ids of the `MOST_ROWS` best rows by top-1, in order; a page shows their curves, labels and commands."""
+    """The ids of the `MOST_ROWS` best rows by top-1, in order; a page shows their curves and commands."""
     best = {row.id for row in sorted(rows, key=lambda row: -(row.top1 or 0.0))[:MOST_ROWS]}
     return [row.id for row in rows if row.id in best]

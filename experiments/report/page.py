@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from experiments.evaluation.attention import variance_in_words
-from experiments.evaluation.attention_samples import MOST_SAMPLES
 from experiments.evaluation.robustness import PROTOCOLS, TITLES
-from experiments.report import attention_plot, plots
 from experiments.report import data as report_data
 from experiments.report.data import GridReport, Measurement, TableRow, grid_measurements
-from experiments.report.html import templates
-from experiments.report.plots import Chart, cost_charts, curve_charts, plot_charts
+from experiments.report.plots import Chart, cost_charts, curve_charts, plot_charts, svg
 from experiments.report.tables import MEASUREMENT_COLUMNS, Column, setting, shown_columns, value_of
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
+from san.models.san import SANSpec
 
 MINUS = "\N{MINUS SIGN}"
 SPREAD = (
@@ -76,30 +76,33 @@ class HtmlTable:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A section of charts: figures with panels, and the legend that all panels share. Further figures are folded."""
+    """A section of charts. Further charts are folded."""
 
     heading: str
-    panels: Sequence[Chart]
-    legend: Mapping[str, int]
+    charts: Sequence[Chart]
     note: str = ""
     folded: Sequence[Sequence[Chart]] = ()
 
 
-def page(report: GridReport) -> str:
+def templates() -> Environment:
+    """The templates in this folder. Text is escaped unless it is `Markup`; a missing variable is an error."""
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def render(report: GridReport) -> str:
     """Renders the page. All text is escaped."""
     environment = templates()
-    environment.filters["svg"] = lambda chart: Markup(plots.svg(chart))
-    environment.filters["attention_svg"] = lambda attention: Markup(attention_plot.svg(attention))
-    environment.filters |= {
-        "number": _number,
-        "value_of": value_of,
-        "variance_in_words": variance_in_words,
-        "shell_join": shlex.join,
-    }
-    environment.globals["icon"] = lambda style, salt: Markup(plots.icon(style, salt))
+    environment.filters |= {"number": _number, "value_of": value_of, "data_uri": _data_uri}
     grid_run = report.grid_run
     done, total = len(report.finished), len(grid_run.trials)
     facts = [
+        f"grid {grid_run.name}",
         f"profile {grid_run.profile}",
         *(text for text in grid_run.request.overrides if text not in grid_run.changes),
         f"all {total} trials finished" if done == total else f"{done} of {total} trials finished",
@@ -110,8 +113,6 @@ def page(report: GridReport) -> str:
         report=report,
         grid_run=grid_run,
         store=grid_run.workspace.tracking_uri,
-        colors=plots.COLORS,
-        imports=[f"--import={file}" for file in (*report.grid_run.grid.imports, *report.grid_run.request.imports)],
         caption=Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(setting(grid_run))))),
         facts=facts,
         protocol=_protocol_table(report.measurements) if report.measurements else None,
@@ -120,13 +121,28 @@ def page(report: GridReport) -> str:
         results=_results_table(report),
         sections=[section for section in (_plot_section(report), _cost_section(report), _curves_section(report)) if section],
         by_classes=_by_classes(report.confusions),
-        most_samples=MOST_SAMPLES,
-        most_channels=attention_plot.MOST_CHANNELS_OF_PAGE,
+        attention_command=_attention_command(report),
         is_server=grid_run.workspace.tracking_uri.startswith(("http://", "https://")),
         **_facts(report),
         row_commands={row: replace(grid_run.request, only=(row,)).command for row in report.shown_rows},
         commands_note=_limit_note(report, "a command on this page"),
     )
+
+
+def _data_uri(chart: Chart) -> str:
+    """The chart as the address of an image, which keeps its ids and styles apart from those of other charts."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg(chart).encode()).decode()}"
+
+
+def _attention_command(report: GridReport) -> str | None:
+    """Draws the attention weights of the best row that has any, for its first finished trial."""
+    top1, grid_run = {row.id: row.top1 or 0.0 for row in report.rows}, report.grid_run
+    trials = [trial for trial, _ in report.finished if isinstance(trial.config.model.spec(), SANSpec)]
+    if not trials:
+        return None
+    best = max(trials, key=lambda trial: top1[trial.row])
+    imports = [f"--import={file}" for file in (*grid_run.grid.imports, *grid_run.request.imports)]
+    return grid_run.request.with_runs(shlex.join(["san", "attention", best.key, "0", *imports]))
 
 
 def _limit_note(report: GridReport, what: str) -> str:
@@ -148,17 +164,15 @@ def _plot_section(report: GridReport) -> Section | None:
     charts = plot_charts(plot, report.grid_run.trials, report.rows) if plot else []
     if plot is None or not charts:
         return None
-    styles = {name: style for chart in charts for name, style in chart.styles.items()}
-    return Section(f"Accuracy by {plot.label.split(',')[0]}", charts, styles, "" if _has_spread(report) else ONE_SEED)
+    return Section(f"Accuracy by {plot.label.split(',')[0]}", charts, "" if _has_spread(report) else ONE_SEED)
 
 
 def _cost_section(report: GridReport) -> Section | None:
     charts = cost_charts(report)
-    cut = "Intervals without an end mark are cut off. " if _has(report.rows, "top1_half_width") else ""
-    note = f"Up and to the left is better. {cut}Hover over a point for details."
-    note += "" if _has_spread(report) else f" {ONE_SEED}"
-    note += _limit_note(report, "labels, where there is room")
-    return Section("Accuracy and cost", charts, _family_styles(report), note) if charts else None
+    notes = ["Up and to the left is better."]
+    notes += ["Intervals without an end mark are cut off."] * _has(report.rows, "top1_half_width")
+    notes += [] if _has_spread(report) else [ONE_SEED]
+    return Section("Accuracy and cost", charts, " ".join(notes)) if charts else None
 
 
 def _curves_section(report: GridReport) -> Section | None:
@@ -166,15 +180,11 @@ def _curves_section(report: GridReport) -> Section | None:
     has_seeds = len({trial.seed for trial in report.grid_run.trials}) > 1
     note = "Lines show the mean over seeds, bands the range from lowest to highest." if has_seeds else ""
     note = (note + _limit_note(report, "curves")).strip()
-    return Section("Training curves", groups[0], {}, note, groups[1:]) if groups else None
+    return Section("Training curves", groups[0], note, groups[1:]) if groups else None
 
 
 def _has_spread(report: GridReport) -> bool:
     return any(row.seeds > 1 for row in report.rows)
-
-
-def _family_styles(report: GridReport) -> dict[str, int]:
-    return {name: style for style, name in enumerate(report.families)}
 
 
 def _number(value: float | str, form: str = ".1f") -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli.report import print_report
+from experiments.cli.run import print_report
 from experiments.config.config import PROJECT_DIR
 from experiments.config.grid import GridRequest
 from experiments.report.tables import caption
@@ -69,10 +69,17 @@ def test_report_command_prints_every_format_and_rejects_mistakes(
     assert not (tmp_path / "runs" / "invented-digits").exists() and not page.exists()
 
 
+def test_printing_the_table_renders_no_page(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -> None:
+    grid_run = finished_grid()
+    run_san("report", tmp_path / "invented.yaml", "--runs", grid_run.workspace.runs, "--seeds", "2")
+    written = {path.name for path in (grid_run.workspace.runs / "invented-digits").iterdir()}
+    assert written == {"table.md", "table.csv", "plot.png"}
+
+
 def test_prints_the_table_if_its_folder_cannot_be_written(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -> None:
     grid_run = finished_grid()
     folder = grid_run.workspace.runs / "invented-digits"
     folder.write_text("a file")
     code, out, err = run_san("report", tmp_path / "invented.yaml", "--runs", grid_run.workspace.runs, "--seeds", "2")
     assert code == 1  # trials are missing
-    assert "pairwise_3" in out and f"{folder}: cannot write the table, plot and page (File exists)" in err
+    assert "pairwise_3" in out and f"{folder}: cannot write the report (File exists)" in err

@@ -13,7 +13,6 @@ from torch import nn
 import san
 from cluster import Node, Resources
 from cluster.errors import LostError
-from experiments.cli import report
 from experiments.cli.run import run, study
 from experiments.config.config import PROJECT_DIR, flat
 from experiments.config.expand import expand, grid_path
@@ -73,8 +72,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the page and the plot of a grid by empty files."""
-    monkeypatch.setattr(report, "page", lambda found: "")
-    monkeypatch.setattr(report, "save_plot", lambda *arguments: arguments[-1].touch())
+    monkeypatch.setattr("experiments.cli.run.render", lambda report: "")
+    monkeypatch.setattr("experiments.cli.run.save_plot", lambda *arguments: arguments[-1].touch())
 
 
 @pytest.mark.usefixtures("plain_report")

@@ -46,7 +46,7 @@ class _Reader(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.builder.start(tag, {name: value or "" for name, value in attrs})
         self.open.append(tag)
-        if tag in ("meta", "link", "br"):
+        if tag in ("meta", "link", "br", "img"):
             self.handle_endtag(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -74,7 +74,7 @@ def text_of(element: ElementTree.Element) -> str:
 
 def rows_of_table(page: ElementTree.Element, section: str) -> list[list[str]]:
     """The texts of the cells of the tables in a section, without headings of columns."""
-    rows = page.iterfind(f".//section[@aria-labelledby='{section}']//tbody/tr")
+    rows = page.iterfind(f".//section[@id='{section}']//tbody/tr")
     return [[text_of(cell) for cell in row] for row in rows]
 
 

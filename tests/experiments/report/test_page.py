@@ -1,6 +1,8 @@
 """The page of a grid: well-formed, with the right numbers, and without links to elsewhere."""
 
+import base64
 import re
+import shlex
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,18 +10,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.cli.report import write_page
+from experiments.cli.run import write_page
 from experiments.config.grid import GridRequest, ProtocolName
-from experiments.evaluation.attention import compute_attention, in_words, open_image
-from experiments.evaluation.evaluate import open_checkpoint
 from experiments.evaluation.robustness import PROTOCOLS
 from experiments.report import data, plots
 from experiments.report.data import GridReport, shown_rows, table_rows
-from experiments.report.page import ONE_SEED, page
+from experiments.report.page import ONE_SEED, render
 from experiments.report.plots import CURVES
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
-from tests.experiments.conftest import OpenGrid, San, WriteGrid
+from tests.experiments.conftest import OpenGrid, Printed, San, WriteGrid
 from tests.experiments.report.conftest import QUESTION, finished, read_page, rows_of_table, save_untrained, text_of
 
 GRID_OF_PROTOCOL = """
@@ -43,7 +43,6 @@ def test_page_of_a_grid(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -
         path = grid_run.workspace.checkpoints(trial) / "confusion.csv"
         path.parent.mkdir(parents=True)
         path.write_bytes(Confusion(("<b>cat</b>", "dog"), ((3, 1), (0, 4))).as_csv())
-    file = save_untrained(grid_run, next(trial for trial in grid_run.trials if trial.row == "pairwise_5"))
     (tmp_path / "mine.py").touch()
     options = ("--seeds", "2", "--runs", grid_run.workspace.runs, "--json", "--html", tmp_path / "page.html", "--import")
     run_san("report", tmp_path / "invented.yaml", *options, tmp_path / "mine.py")
@@ -66,20 +65,11 @@ def test_page_of_a_grid(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -
     assert rows["pairwise_5"][:2] == ["76.6", "94.0 1 of 2 seeds"]
     assert rows["patchwise_5"][:3] == ["78.7", "not finished", "not finished"]
 
-    charts = root.findall(".//svg[@class='chart']")
-    assert len(charts) == 2 + 4 + 2 + 1  # plot and cost, ours and the paper's; curves; attention
-    assert charts[0].get("aria-label", "").startswith("Top-1 accuracy against side of the footprint, pixels, ours, digits.")
-    assert "resnet26: resnet26_3: 90.5 %" in charts[0].get("aria-label", "")
-    lines = root.findall(".//section[@aria-labelledby='training-curves']//g[@class='line']/path")
-    assert [line.get("d", "").count("L") for line in lines] == [2] * 2 * 4  # three epochs; two metrics of four rows
-
-    opened = open_checkpoint(file)
-    attention = compute_attention(opened, open_image(opened, "180"))
-    (section,) = root.findall(".//section[@aria-labelledby='attention-weights']")
-    assert [picture.get("aria-label") for picture in section.iter("svg")] == [in_words(attention)]
-    assert f"{attention.between:.0f} % of the variance" in text_of(section)
-    assert f" 180 --import={tmp_path / 'mine.py'}" in text_of(section)
-    assert "patchwise_3-seed1" in text_of(section) and "No picture: " in text_of(section)
+    charts = root.findall(".//div[@class='charts']/img")
+    assert len(charts) == 2 + 4 + 2  # plot and cost, ours and the paper's; curves
+    assert charts[0].get("alt") == "ours, digits: top-1, % by side of the footprint, pixels"
+    curves = base64.b64decode(charts[-1].get("src", "").removeprefix("data:image/svg+xml;base64,")).decode()
+    assert [f"<!-- {row} -->" in curves for row in ("pairwise_5", "patchwise_3", "patchwise_5")] == [True, True, False]
 
     assert f"san run {tmp_path / 'invented.yaml'} --profile digits --seeds 2" in text
     trials = {row[0]: row[1:] for row in rows_of_table(root, "reproduce")}
@@ -100,8 +90,21 @@ def test_page_of_a_grid(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -
     ]
 
 
+def test_command_draws_the_attention_of_the_best_row(finished_grid: OpenGrid, tmp_path: Path, printed: Printed) -> None:
+    """The page itself needs no checkpoint."""
+    grid_run, page = finished_grid(), tmp_path / "page.html"
+    (tmp_path / "mine.py").touch()
+    grid_run = replace(grid_run, request=replace(grid_run.request, imports=(str(tmp_path / "mine.py"),)))
+    write_page(grid_run, known_results(grid_run), page)
+    command = read_page(page).findtext(".//section[@id='attention-weights']//code")
+    best = next(trial for trial in grid_run.trials if trial.row == "patchwise_3")
+    assert command == f"san attention {best.key} 0 --import={tmp_path / 'mine.py'} --runs {grid_run.workspace.runs}"
+    save_untrained(grid_run, best)
+    assert "patchwise" in printed(*shlex.split(command)[1:], "--out", tmp_path / "attention.png")
+
+
 def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Notes explain which rows have curves, labels and commands."""
+    """Notes explain which rows have curves and commands."""
     monkeypatch.setattr(data, "MOST_ROWS", 3)
     rows = [{"id": f"row{number}", "model": {"name": "resnet26"}, "recipe": {"lr": 0.1 + number}} for number in range(6)]
     grid_run = open_grid_run(GridRequest(write_grid(yaml.safe_dump({"question": "q", "rows": rows})), "digits", (), tmp_path))
@@ -110,15 +113,15 @@ def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Pa
     kept = ["row1", "row2", "row4"]
     assert shown_rows(lines) == kept
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
-    report = GridReport(grid_run, results, lines, (), curves, (), {})
-    text = page(report)
-    assert text.count("Only the best 3 of the 6 rows") == 3  # have labels, curves and commands
+    report = GridReport(grid_run, results, lines, (), curves, {})
+    text = render(report)
+    assert text.count("Only the best 3 of the 6 rows") == 2  # have curves and commands
     assert ONE_SEED in text
     assert re.findall("<summary>(.*?)</summary>", text) == kept
-    assert re.findall('<g class="label"><text.*?>(.*?)</text>', text) == 2 * ["1", "2", "4"]
-    monkeypatch.setattr(plots, "MOST_CURVES", 2)  # the curves of the third best row are folded
-    assert "More rows: row2<" in page(report)
-    assert "Only the best" not in page(replace(report, rows=lines[:3]))
+    assert "Attention weights" not in text  # these networks have none
+    monkeypatch.setattr(plots, "MOST_SERIES", 2)  # the curves of the third best row are folded
+    assert "More rows: row2<" in render(report)
+    assert "Only the best" not in render(replace(report, rows=lines[:3]))
 
 
 @pytest.mark.parametrize(

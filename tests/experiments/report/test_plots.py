@@ -1,34 +1,45 @@
-"""Charts: readable labels, and PNG files."""
+"""Charts: the same for equal results, nothing is cut off, and PNG files."""
 
 import dataclasses
-import re
 from pathlib import Path
+from xml.etree import ElementTree
 
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image
+import pytest
+from PIL import Image, ImageChops
 
 from experiments.config.expand import GRIDS_DIR
 from experiments.config.grid import GridRequest
-from experiments.report.plots import LETTER, LINE, WIDTH, Chart, Point, Series, save_plot, short_names, svg
+from experiments.report.plots import Chart, Point, Series, save, save_plot, svg
 from experiments.runner.grid_run import open_grid_run
 from tests.experiments.conftest import OpenGrid
 from tests.experiments.report.conftest import tabled
 
 
-@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 100)), min_size=1, max_size=12, unique=True))
-def test_labels_do_not_cover_each_other(places: list[tuple[float, float]]) -> None:
-    points = [Point(x, y, y, y, f"p{number}", "") for number, (x, y) in enumerate(places)]
-    chart = svg(Chart("", "", [Series("a", 0, points)], "x", "y"))
-    labels = re.findall(r'<g class="label"><text style="text-anchor: (\w+).*?" x="(\S+)" y="(\S+)">(\w+)<', chart)
-    assert labels[0][3] == "p0"
-    boxes = []
-    for anchor, x, y, text in labels:
-        width = LETTER * len(text)
-        left = float(x) - (width if anchor == "end" else 0)
-        assert 0 < left and left + width < WIDTH + LETTER
-        assert not any(left < right and start < left + width and abs(float(y) - at) < LINE - 1 for start, right, at in boxes)
-        boxes.append((left, left + width, float(y)))
+def chart(names: list[str]) -> Chart:
+    """Crossing lines, one of whose points has a very wide interval."""
+    series = [
+        Series(name, number, [Point(x, 90 + number * x, 90 + number * x, 90.5 + number * x) for x in (1, 2, 3)])
+        for number, name in enumerate(names)
+    ]
+    series[0] = dataclasses.replace(series[0], points=[Point(1, 90, -1000, 1000), Point(2, 91, 91, 91)])
+    return Chart("A heading that is longer than the axes are wide, for example that of a profile", series, "x " * 50, "y")
+
+
+def test_svg_is_the_same_for_equal_charts() -> None:
+    first, *others = (svg(chart(["a", "b < c"])) for _ in range(3))
+    assert set(others) == {first} and "<dc:date>" not in first
+    assert ElementTree.fromstring(first).tag.endswith("svg")
+
+
+@pytest.mark.parametrize("length", [1, 25, 120])
+def test_nothing_is_cut_off(length: int, tmp_path: Path) -> None:
+    """Text across the border would leave ink on it."""
+    names = [f"{number}{'ABCDE_fgh-' * 12}"[:length] for number in range(10)]
+    for number in (1, 2):
+        save([chart(names)] * number, "A long question? " * 8, tmp_path / "plot.png")
+        whole = Image.open(tmp_path / "plot.png").convert("RGB")
+        inked = ImageChops.difference(whole, Image.new("RGB", whole.size, "white")).getbbox()
+        assert inked is not None and min(inked[:2]) > 0 and inked[2] < whole.width and inked[3] < whole.height
 
 
 def test_draws_ours_next_to_the_paper(open_small_grid: OpenGrid, tmp_path: Path) -> None:
@@ -53,14 +64,3 @@ def test_plot_grows_with_the_number_of_rows(tmp_path: Path) -> None:
         save_plot(None, grid_run.trials, lines, "Title", tmp_path / f"{name}.png")
         heights[len(lines)] = Image.open(tmp_path / f"{name}.png").height
     assert heights[13] - heights[3] > 10 * 30
-
-
-def test_short_names_differ_between_rows() -> None:
-    for ids, short in (
-        (["san10_pairwise", "san15_pairwise", "san19_pairwise"], ["10", "15", "19"]),
-        (["pairwise_3", "pairwise_11"], ["3", "11"]),
-        (["pairwise_phi_eq_psi", "pairwise_distinct"], ["phi_eq_psi", "distinct"]),
-        (["resnet26"], ["resnet26"]),
-        (["a", "a_b"], ["a", "b"]),
-    ):
-        assert list(short_names(ids).values()) == short
