@@ -10,13 +10,16 @@ from contextlib import contextmanager
 SECONDS_TO_SAVE = 30.0
 """Time after which the sweep ends although a trial has not returned, for example because it validates."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = threading.Event()
+"""Set by the signal. There is one for the process, as for its handlers, so that whatever ends the process can ask."""
 
 
 @contextmanager
 def interruptible(ask_trials: Callable[[], object]) -> Iterator[Callable[[], bool]]:
     """Inside the block, the first SIGINT or SIGTERM calls `ask_trials`, which is to make the trials return, instead of raising
     KeyboardInterrupt. Yields a function that returns whether there was a signal. Only for the main thread."""
-    interrupted, ended = threading.Event(), threading.Event()
+    INTERRUPTED.clear()
+    ended = threading.Event()
     arrivals, sent = socket.socketpair()
     sent.setblocking(False)
 
@@ -28,7 +31,7 @@ def interruptible(ask_trials: Callable[[], object]) -> Iterator[Callable[[], boo
                 number = arrivals.recv(1)
             if not number:  # the block has ended
                 return
-            interrupted.set()
+            INTERRUPTED.set()
             ask_trials()
             if not ended.wait(SECONDS_TO_SAVE):
                 os.kill(os.getpid(), signal.SIGINT)
@@ -42,7 +45,7 @@ def interruptible(ask_trials: Callable[[], object]) -> Iterator[Callable[[], boo
     fd_before = signal.set_wakeup_fd(sent.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=wait, daemon=True).start()
     try:
-        yield interrupted.is_set
+        yield INTERRUPTED.is_set
     finally:
         signal.set_wakeup_fd(fd_before)
         sent.close()

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from cluster.errors import TOKEN_HINT, ClusterError
 from cluster.placement import Node, Resources, available_cpus
-from cluster.supervision import OnLost, kill_descendants, nodes, supervised
+from cluster.supervision import AtLoss, kill_descendants, nodes, supervised
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,12 +52,12 @@ _SETTINGS = {
 
 
 @contextmanager
-def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterator[Resources]:
+def session(address: str | None = None, at_loss: AtLoss = ()) -> Iterator[Resources]:
     """Connects to a cluster inside a `with` block, and returns its current resources.
 
     Joins the cluster at `address` (`auto`, `host:6379`) or at `RAY_ADDRESS`, which is set inside a Ray job. Without an
     address, starts a local cluster with the CPUs and GPUs that this process may use, and shuts it down at the end. Inside
-    another session, that session is used. If Ray dies, calls `on_lost`; by default, this process ends.
+    another session, that session is used. If Ray dies, this process ends (see `supervised`).
 
     Raises:
         ClusterError: Ray did not start here in three attempts, or the cluster cannot be joined.
@@ -68,7 +68,7 @@ def session(address: str | None = None, on_lost: OnLost | None = None) -> Iterat
     _quieten()
     local = is_local(address)
     try:
-        with supervised(local, on_lost) as connected:
+        with supervised(local, at_loss) as connected:
             handler = signal.getsignal(signal.SIGTERM)
             # Ray puts the current folder on the path of its workers, where a file profile.py would replace Python's module.
             with chdir(Path(__file__).parents[1]):
@@ -87,7 +87,7 @@ def is_local(address: str | None) -> bool:
 
 
 @contextmanager
-def alone() -> Iterator[bool]:
+def only_session() -> Iterator[bool]:
     """Whether no other process of this user is in such a block on this machine."""
     lock = FileLock(private_folder() / "session.lock")
     with suppress(Timeout):

@@ -1,4 +1,4 @@
-"""Notices that Ray has died, and ends its processes.
+"""Notices that Ray has died, and ends this process.
 
 Without this, Ray's functions wait forever for a lost raylet, and end the process with their own message a minute after the
 global control service (GCS) was lost.
@@ -9,65 +9,74 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import psutil
 import ray
 
-OnLost = Callable[[str], NoReturn]
-"""Called with a message in a thread, because the main thread may be blocked in Ray. Must end the process."""
+from cluster.interrupt import INTERRUPTED
+
+AtLoss = Sequence[Callable[[], object]]
+"""What to do before this process ends, in this order."""
 
 _SECONDS_BETWEEN_CHECKS = 1.0
 _TIMEOUT = 5.0
 _SECONDS_TO_START = 300.0
 _SECONDS_TO_RESPOND = 30.0
 """How long the head may not answer. Ray would end this process after 60 s."""
+_SECONDS_AT_LOSS = 10.0
+"""How long `AtLoss` may take, because a server may be lost together with Ray."""
 
 
 @contextmanager
-def supervised(local: bool, on_lost: OnLost | None) -> Iterator[threading.Event]:
-    """Calls `on_lost` if Ray dies inside this block; by default, prints the message and ends the process with exit code 1.
+def supervised(local: bool, at_loss: AtLoss) -> Iterator[threading.Event]:
+    """Ends this process if Ray dies inside this block, with a message and exit code 75 (`EX_TEMPFAIL`): a later
+    attempt may succeed. After an interruption, the exit code is 1: a signal to the whole process group, as from `timeout`, ends
+    Ray as well.
 
     The block connects to Ray and then sets the event. On this machine, Ray is lost if that takes too long.
     """
     connected, ended = threading.Event(), threading.Event()
-    watch = threading.Thread(target=_watch, args=(local, connected, ended, on_lost or exit_lost), daemon=True)
+    watch = threading.Thread(target=_watch, args=(local, connected, ended, at_loss), daemon=True)
     watch.start()
     try:
         yield connected
     finally:
         ended.set()
         connected.set()
-        watch.join(_TIMEOUT)  # `ray.shutdown` during `ray.nodes` would crash the process
+        watch.join(_TIMEOUT + _SECONDS_AT_LOSS)  # `ray.shutdown` during `ray.nodes` would crash the process
 
 
-def _watch(local: bool, connected: threading.Event, ended: threading.Event, on_lost: OnLost) -> None:
+def _watch(local: bool, connected: threading.Event, ended: threading.Event, at_loss: AtLoss) -> None:
     if not connected.wait(_SECONDS_TO_START if local else None):
-        on_lost(f"Ray did not start on this machine within {_SECONDS_TO_START:.0f} s")
+        _end(f"Ray did not start on this machine within {_SECONDS_TO_START:.0f} s", at_loss)
     if ended.is_set() or not ray.is_initialized():
         return
     context = ray.get_runtime_context()
     address, node, responded_at = context.gcs_address, context.get_node_id(), time.monotonic()
     host, _, port = address.rpartition(":")
+    # A head of others is known by its answers alone; it takes 12 s to notice a lost raylet.
+    ours = [child for child in psutil.Process().children() if child.name() in ("raylet", "gcs_server")] if local else []
     while not ended.wait(_SECONDS_BETWEEN_CHECKS):
         message = None
         try:
-            socket.create_connection((host, int(port)), timeout=_TIMEOUT).close()
-            responded_at = time.monotonic()
-            if node not in {each["NodeID"] for each in nodes()}:
+            is_alive = all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in ours)
+            if is_alive:
+                socket.create_connection((host, int(port)), timeout=_TIMEOUT).close()
+                responded_at = time.monotonic()
+                is_alive = node in {each["NodeID"] for each in nodes()}
+            if not is_alive:
                 message = "Ray died on this machine, perhaps because memory ran out (see `dmesg`)"
-        except OSError as error:
-            has_ended = local and isinstance(error, ConnectionRefusedError)
-            if has_ended or time.monotonic() - responded_at > _SECONDS_TO_RESPOND:
-                where = "on this machine" if local else f"at {address}"
-                message = f"the Ray head {where} does not respond, perhaps because it was killed"
+        except OSError:
+            if time.monotonic() - responded_at > _SECONDS_TO_RESPOND:
+                message = f"the Ray head at {address} does not respond, perhaps because it was killed"
         except Exception:  # an interrupted sweep has called `ray.shutdown`
             continue
         # `ray.shutdown` disconnects before it ends the raylet.
         if message and ray.is_initialized() and not ended.is_set():
-            on_lost(message)
+            _end(message, at_loss)
 
 
 def nodes() -> list[dict[str, Any]]:
@@ -76,11 +85,14 @@ def nodes() -> list[dict[str, Any]]:
     return [node for node in described if node["Alive"]]
 
 
-def exit_lost(message: str) -> NoReturn:
-    """Prints a message, and ends this process and its descendants with exit code 1."""
-    print(f"san: {message}", file=sys.stderr, flush=True)
+def _end(message: str, at_loss: AtLoss) -> NoReturn:
+    """Ends this process and its descendants. Not with an exception, because the main thread may be blocked in Ray."""
     kill_descendants()
-    os._exit(1)
+    last = threading.Thread(target=lambda: [act() for act in at_loss], daemon=True)
+    last.start()
+    last.join(_SECONDS_AT_LOSS)
+    print(f"san: {message}. Finished epochs are kept; run the same command again to continue", file=sys.stderr, flush=True)
+    os._exit(1 if INTERRUPTED.is_set() else os.EX_TEMPFAIL)
 
 
 def kill_descendants(others: Collection[psutil.Process] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The command `san`. Exit codes: 0 success, 1 failed, unfinished or interrupted, 2 invalid input.
+"""The command `san`. Exit codes: 0 success, 1 failed, unfinished or interrupted, 2 invalid input, 75 Ray has died.
 
 Commands import heavy packages when they run, so that help appears at once.
 """

@@ -58,7 +58,7 @@ def _hint(server: JobServer, job: str) -> str:
 
 
 def _follow(server: JobServer, job: str) -> NoReturn:
-    """Prints a job's log until the job ends, and exits with its exit code: 0, 2, or 1 for any other failure."""
+    """Prints a job's log until the job ends, and exits with its exit code: 0, 2, 75, or 1 for any other failure."""
     from cluster import ClusterError
 
     try:
@@ -74,7 +74,7 @@ def _follow(server: JobServer, job: str) -> NoReturn:
     click.echo(f"job {job} {finished.state}: {finished.message}", err=True)
     if finished.exit_code == 127:
         click.echo("the head node has no `python` on PATH; start Ray there with the environment's bin/ on PATH", err=True)
-    sys.exit(2 if finished.exit_code == 2 else 1)
+    sys.exit(finished.exit_code if finished.exit_code in (2, os.EX_TEMPFAIL) else 1)
 
 
 def stage(request: GridRequest, folder: Path) -> int:

@@ -6,10 +6,10 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cluster import ClusterError, Observer, Outcome, Placement, Resources, concurrency, this_machine
 from cluster.interrupt import interruptible
@@ -20,7 +20,6 @@ from experiments.runner.grid_run import GridRun, is_done, is_finished, known_res
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import concurrency_in_words, images_in_words, missing_measurements, to_train
 from experiments.runner.progress import Progress, duration, trial_count
-from experiments.runner.restart import Restart
 from experiments.runs.claims import Claim, StopRequest, claimed_trials
 from experiments.runs.store import OUTAGE_TIMEOUT, ClaimedError, StorageError, node_lock, retry
 from experiments.runs.summary import read_top1
@@ -99,18 +98,19 @@ def _require_one_process(grid_run: GridRun, address: str | None) -> None:
 def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains trials that no other process is training. Returns the keys of the trials that did not fail."""
     start, store = time.monotonic(), grid_run.workspace.store
-    with _on_cluster(grid_run, missing, address) as (resources, restart):
-        if restart.local:  # Fail before any trial starts if none can run.
+    with _on_cluster(grid_run, address) as cluster:
+        if cluster.is_local:  # Fail before any trial starts if none can run.
             training_device(grid_run.trials[0].config)
-        at_once = _at_once(grid_run, grid_run.placement, resources, len(missing))
-        print_status(concurrency_in_words(grid_run, resources, at_once))
+        at_once = _at_once(grid_run, grid_run.placement, cluster.resources, len(missing))
+        print_status(concurrency_in_words(grid_run, cluster.resources, at_once))
         with claimed_trials(store, grid_run.full_name, missing, grid_run.request.take_over) as (claimed, claim):
+            cluster.at_loss.append(claim.release)
             _print_skipped(missing, claimed)
             results = known_results(grid_run)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(grid_run, results, trial)}
             prepare(grid_run)
             grid_run.tracker.begin()
-            outcomes = _train_claimed(grid_run, claimed, claim, results, restart, start)
+            outcomes = _train_claimed(grid_run, claimed, claim, results, cluster.at_loss, start)
             _conclude(grid_run, "trained", outcomes, missing, start)
             for key, outcome in outcomes.items():
                 if outcome.error is not None:
@@ -123,7 +123,7 @@ def _train_claimed(
     trials: dict[str, Trial],
     claim: Claim,
     results: Mapping[str, Result],
-    restart: Restart,
+    at_loss: list[Callable[[], object]],
     start: float,
 ) -> dict[str, Outcome]:
     """Trains trials and shows their progress. On Ctrl-C, the trials save their work first."""
@@ -131,7 +131,8 @@ def _train_claimed(
     serial = grid_run.request.serial
     # A bar that is redrawn would write over a debugger's prompt.
     progress = Progress({key: trial.name for key, trial in trials.items()}, epochs, sys.stderr, start=start, live=not serial)
-    restart.has_advanced = progress.has_advanced
+    mark_interrupted = functools.partial(_mark_interrupted, grid_run, trials.values())
+    at_loss += [progress.close, mark_interrupted]
     # Without retries, because training continues while a bucket is unreachable.
     stop = StopRequest(grid_run.workspace.store.with_outage_timeout(0), grid_run.full_name)
 
@@ -146,7 +147,6 @@ def _train_claimed(
             _sweep(grid_run, grid_run.placement) as sweep,
             interruptible(ask_trials) as is_interrupted,
         ):
-            restart.is_interrupted = is_interrupted
             train_one = functools.partial(
                 run_trial,
                 grid_run.workspace,
@@ -164,8 +164,7 @@ def _train_claimed(
                 is_interrupted=is_interrupted,
             )
     except (KeyboardInterrupt, ClusterError):
-        with suppress(TrackerError):
-            grid_run.tracker.interrupted(trials.values())
+        mark_interrupted()
         raise
     finally:
         progress.close()
@@ -177,12 +176,13 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
     start, store, placement = time.monotonic(), grid_run.workspace.store, replace(grid_run.placement, workers=1)
     trials = {key: task.trial for key, task in missing.items()}
     with (
-        _on_cluster(grid_run, trials, address) as (resources, restart),
-        claimed_trials(store, grid_run.full_name, trials, grid_run.request.take_over) as (claimed, _),
+        _on_cluster(grid_run, address) as cluster,
+        claimed_trials(store, grid_run.full_name, trials, grid_run.request.take_over) as (claimed, claim),
     ):
+        cluster.at_loss.append(claim.release)
         _print_skipped(trials, claimed)
         tasks = {key: missing[key] for key in claimed}
-        at_once, protocol = _at_once(grid_run, placement, resources, len(tasks)), grid_run.grid.robustness
+        at_once, protocol = _at_once(grid_run, placement, cluster.resources, len(tasks)), grid_run.grid.robustness
         number = trial_count(len(tasks))
         print_status(f"robustness ({protocol}): {number} to measure, {at_once} at a time, {placement} per trial")
 
@@ -193,38 +193,51 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         grid_run.tracker.begin()
         progress = MeasureProgress(tasks, keep, sys.stderr, live=not grid_run.request.serial)
         errors = UserError, DataError, CheckpointError
-        restart.has_advanced = progress.has_advanced
+        mark_interrupted = functools.partial(_mark_interrupted, grid_run, ())
+        cluster.at_loss.extend((progress.close, mark_interrupted))
         try:
             with _sweep(grid_run, placement) as sweep:
                 outcomes = sweep(measure_trial, tasks, observer=progress, non_retryable=errors)
         except (KeyboardInterrupt, ClusterError):
-            with suppress(TrackerError):
-                grid_run.tracker.interrupted(())
+            mark_interrupted()
             raise
         finally:
             progress.close()
         _conclude(grid_run, "measured", outcomes, trials, start)
 
 
+def _mark_interrupted(grid_run: GridRun, trials: Iterable[Trial]) -> None:
+    with suppress(TrackerError):
+        grid_run.tracker.interrupted(trials)
+
+
+class _Cluster(NamedTuple):
+    resources: Resources
+    is_local: bool
+    """Whether it is this machine."""
+    at_loss: list[Callable[[], object]]
+    """Called if Ray dies, before this process ends."""
+
+
 @contextmanager
-def _on_cluster(grid_run: GridRun, trials: Mapping[str, Trial], address: str | None) -> Iterator[tuple[Resources, Restart]]:
+def _on_cluster(grid_run: GridRun, address: str | None) -> Iterator[_Cluster]:
     """Starts Ray on this machine, or joins a cluster. With `--serial`, this process is all there is."""
     if grid_run.request.serial:
         if grid_run.placement.gpus == 0:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as Ray does
-        yield this_machine(), Restart(grid_run, trials.values(), local=True)
+        yield _Cluster(this_machine(), True, [])
         return
-    from cluster.session import alone, is_local, session  # imports Ray
+    from cluster.session import is_local, only_session, session  # imports Ray
 
-    restart = Restart(grid_run, trials.values(), is_local(address))
-    print_status("starting Ray on this machine" if restart.local else "joining the Ray cluster")
-    with session(address, restart) as resources, alone() if restart.local else nullcontext(True) as is_alone:
-        if not is_alone:
+    at_loss, local = list[Callable[[], object]](), is_local(address)
+    print_status("starting Ray on this machine" if local else "joining the Ray cluster")
+    with session(address, at_loss) as resources, only_session() if local else nullcontext(True) as is_only:
+        if not is_only:
             print_status(
                 "another `san run` is using this machine: each takes all CPUs, so both are slower. To share the CPUs, start "
                 f"each with some of them, such as `taskset --cpu-list 0-{max(resources.cpus // 2 - 1, 0)} san run ...`"
             )
-        yield resources, restart
+        yield _Cluster(resources, local, at_loss)
 
 
 def _print_skipped(trials: Mapping[str, Trial], claimed: Mapping[str, Trial]) -> None:

@@ -116,10 +116,6 @@ class MeasureProgress:
     def waiting(self, reason: str) -> None:
         self._write(f"waiting: {reason}")
 
-    def has_advanced(self) -> bool:
-        """Whether a condition was measured."""
-        return len(self.left) < self.total
-
     def close(self) -> None:
         self.display.close()
 

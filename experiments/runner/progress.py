@@ -118,19 +118,15 @@ class _TrialProgress:
     latest: Mapping[str, float] | None = None
     done: float = 0.0
     """Epochs, with the trained part of the current one."""
-    done_before: float | None = None
-    """Epochs before this sweep; None until the first report."""
     first: tuple[float, float] | None = None
     """Time of the first report of the latest attempt, and epochs done by then."""
     seen: float = 0.0
     """Time of the latest report."""
 
     def report(self, metrics: Mapping[str, float], now: float) -> None:
-        before = metrics["epoch"] - 1
         self.done = metrics["epoch"]
         if "step" in metrics:
-            before = self.done = metrics["epoch"] + metrics["step"] / metrics["steps"]
-        self.done_before = before if self.done_before is None else min(before, self.done_before)
+            self.done += metrics["step"] / metrics["steps"]
         self.first = self.first or (now, self.done)
         self.latest, self.seen = metrics, now
 
@@ -140,7 +136,6 @@ class _TrialProgress:
             self.epochs = round(self.done)  # the others will not be trained
         elif not failed:
             self.done = self.epochs
-        self.done_before = self.done if self.done_before is None else self.done_before
 
     @property
     def stopped(self) -> bool:
@@ -195,13 +190,14 @@ class Progress:
         trial, now = self.trials[key], self.clock()
         is_first = trial.latest is None
         trial.report(metrics, now)
+        finished = int(trial.done) - ("step" not in metrics)  # before this report
         if "interrupted" in metrics:
             self._write(f"{trial.name} {in_words(metrics)[0]}")
             return
         if is_first and metrics.get("step", 1) > 1:
             self._write(f"{trial.name} resumes at {in_words(metrics)[0]}")
-        elif is_first and trial.done_before is not None and trial.done_before >= 1:
-            self._write(f"{trial.name} resumes after epoch {int(trial.done_before)}")
+        elif is_first and finished >= 1:
+            self._write(f"{trial.name} resumes after epoch {finished}")
         # Lines from inside an epoch become rarer, down to one per minute.
         pause = min(max((now - trial.begun) / 10, SECONDS_BETWEEN_LINES), 60) if "step" in metrics else SECONDS_BETWEEN_LINES
         if self.display.live is None and now - trial.logged >= pause:
@@ -233,10 +229,6 @@ class Progress:
 
     def interrupted(self) -> None:
         self._write("interrupted; asking the trials to save their work. Press Ctrl-C again to end at once")
-
-    def has_advanced(self) -> bool:
-        """Whether a trial has finished an epoch."""
-        return any(trial.done_before is not None and int(trial.done) > trial.done_before for trial in self.trials.values())
 
     def close(self) -> None:
         self.display.close()

@@ -35,6 +35,12 @@ class Claim:
             what = f"taken over by {_parsed(now)['owner']}" if now else "deleted"
             raise ClaimedError(f"{self.store.uri(self.name)}: {what}, so {this_process()} stops")
 
+    def release(self) -> None:
+        """Gives a grid up before this process ends without leaving `claimed_trials`: in a bucket, the claim would stay."""
+        with suppress(StorageError):
+            if self.store.read(self.name) == self.content:
+                self.store.delete(self.name)
+
 
 def this_process() -> str:
     """For people."""
@@ -79,8 +85,7 @@ def claimed_trials(
     claim = Claim(store, file, json.dumps({"owner": this_process(), "trials": [*trials]}).encode())
     with ExitStack() as stack:
         try:
-            # A command that restarts itself keeps its number.
-            stack.enter_context(store.claim(file, claim.content, take_over or before == this_process()))
+            stack.enter_context(store.claim(file, claim.content, take_over))
         except FileExistsError:
             remedy = "" if store.shared else "; if that process was killed, add --take-over"
             raise ClaimedError(

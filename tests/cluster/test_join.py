@@ -1,14 +1,17 @@
 """Joining a cluster that others started, in separate processes, because the tests share a session."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from cluster import Node, Resources
 from experiments.config.config import PROJECT_DIR
 from tests.cluster.heads import ray_head
+from tests.cluster.test_supervision import kill_ray
 from tests.experiments.drivers import PATIENCE, clean_environment
 
 JOIN = """
@@ -53,3 +56,25 @@ def test_driver_joins_a_cluster_that_others_started(tmp_path: Path) -> None:
         assert run_script(JOIN, RAY_ADDRESS=head.address) == repr(Resources((Node(2, 0),)))
         assert run_script(SWEEP, head.address, str(tmp_path)) == "None [0.0]"
     assert run_script(JOIN, "http://head:8265").startswith("refused: http://head:8265 is the address of a job server")
+
+
+WAIT = """
+import sys, time
+from cluster.session import session
+with session(sys.argv[1], [lambda: print("called")]):
+    print("joined", flush=True)
+    time.sleep(10_000)
+"""
+
+
+@pytest.mark.slow
+def test_driver_ends_if_the_head_of_its_cluster_is_gone() -> None:
+    with ray_head("--num-cpus=1", "--include-dashboard=false") as head:
+        command = [sys.executable, "-u", "-c", WAIT, head.address]
+        environment = clean_environment() | {"PYTHONPATH": str(PROJECT_DIR)}
+        with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as driver:
+            assert driver.stdout is not None and driver.stdout.readline() == "joined\n"
+            kill_ray("gcs_server", str(head.folder))
+            said, errors = driver.communicate(timeout=PATIENCE)
+    assert (driver.returncode, said) == (os.EX_TEMPFAIL, "called\n"), errors
+    assert errors.splitlines()[-1].startswith(f"san: the Ray head at {head.address} does not respond")

@@ -14,7 +14,7 @@ from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
 import cluster.session
 from cluster import ClusterError, Node, Resources, available_cpus
-from cluster.session import alone, private_folder, start_ray
+from cluster.session import only_session, private_folder, start_ray
 
 
 def test_resources_add_up() -> None:
@@ -131,9 +131,9 @@ def test_an_error_that_would_be_raised_again_is_not_retried() -> None:
     assert starts == [1]
 
 
-def test_a_second_session_on_a_machine_is_not_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_session_on_a_machine_is_not_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.session.private_folder", lambda: tmp_path)
-    with alone() as first, alone() as second:
+    with only_session() as first, only_session() as second:
         assert first and not second
-    with alone() as third:
+    with only_session() as third:
         assert third

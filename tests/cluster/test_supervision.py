@@ -1,5 +1,7 @@
 """The end of Ray, and processes that outlive their driver."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +35,12 @@ def wait_until_gone(mark: str, besides: tuple[bytes, ...] = ()) -> None:
     while left := marked(mark, besides):
         assert time.monotonic() < limit, left
         time.sleep(0.1)
+
+
+def kill_ray(process: str, mark: str) -> None:
+    """Kills a process of Ray: `raylet` or `gcs_server`."""
+    (pid,) = [pid for pid in marked(mark) if Path(f"/proc/{pid}/exe").resolve().name == process]
+    os.kill(pid, signal.SIGKILL)
 
 
 QUICK_CHECKS = """

@@ -30,7 +30,7 @@ import torch
 from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.checkpoint import Checkpoint
-from tests.cluster.test_supervision import AGENTS, MARK, marked
+from tests.cluster.test_supervision import AGENTS, MARK, kill_ray, marked
 from tests.experiments.drivers import Driver
 from tests.experiments.samples import runs_of
 from tests.experiments.servers import Server
@@ -233,10 +233,9 @@ def stopped(scene: Scene, number: signal.Signals) -> None:
 def ray_killed(scene: Scene, process: str) -> None:
     scene.start()
     scene.step(30)
-    (pid,) = [pid for pid in marked(scene.environment[MARK]) if Path(f"/proc/{pid}/exe").resolve().name == process]
-    os.kill(pid, signal.SIGKILL)
-    scene.wait(lambda: "restarting Ray (1 of 10)" in scene.drivers[-1].said)
-    scene.finish()
+    kill_ray(process, scene.environment[MARK])
+    scene.finish(os.EX_TEMPFAIL)
+    scene.go_on()
 
 
 def hung(scene: Scene) -> None:
@@ -250,8 +249,8 @@ def hung(scene: Scene) -> None:
 FAULTS: dict[str, tuple[Callable[[Scene], None], tuple[str, ...]]] = {
     "a trial's only worker is killed": (worker_killed, ()),
     "one of two workers is killed": (worker_killed, ("resources.workers=2",)),
-    "`san run` is killed and restarted immediately": (driver_killed, ()),
-    "`san run` is killed and restarted later": (driver_killed_and_left, ()),
+    "`san run` is killed and run again immediately": (driver_killed, ()),
+    "`san run` is killed and run again later": (driver_killed_and_left, ()),
     "a trial is killed while it writes a checkpoint": (killed_in_a_write, ()),
     "the tracking server is down for 60 s": (server_stopped, ()),
     "the disk is full": (disk_full, ()),

@@ -183,7 +183,7 @@ class Episode:
     def check_output(self, driver: Driver, code: int) -> None:
         if "Traceback" in driver.said:
             raise ProblemError("a traceback was printed")
-        if code not in (0, 1, 2, -signal.SIGKILL):
+        if code not in (0, 1, 2, os.EX_TEMPFAIL, -signal.SIGKILL):
             raise ProblemError(f"exit code {code}")
 
     def inject(self, fault: Fault) -> None:

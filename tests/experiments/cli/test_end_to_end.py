@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.session import alone
+from cluster.session import only_session
 from experiments.cli.run import run
 from experiments.config.grid import GridRequest, Trial
 from experiments.runner import execute
@@ -54,7 +54,7 @@ def assert_complete(grid_run: GridRun, epochs: int) -> None:
 
 def test_grid_is_trained_with_every_real_part(start: Start, tmp_path: Path) -> None:
     options = ("recipe.epochs=3", "recipe.batch_size=32", "data.train_per_class=64")
-    with alone():
+    with only_session():
         driver = start(*options)
         assert driver.finish() == 0, driver.said
     assert "another `san run` is using this machine" in driver.said

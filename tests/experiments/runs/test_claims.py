@@ -89,7 +89,10 @@ def test_run_whose_grid_was_taken_over_stops(bucket: S3Store, monkeypatch: pytes
         assert not bucket.is_claimed("claims/grids/small-digits")
 
 
-def test_run_that_restarts_itself_keeps_its_grid(bucket: S3Store) -> None:
-    with claimed_trials(bucket, "small-digits", {}):
-        with claimed_trials(bucket, "small-digits", {}) as (_, again):
-            again.check()
+def test_run_can_give_its_grid_up_before_it_ends(bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with claimed_trials(bucket, "small-digits", {}) as (_, old):
+        old.release()
+        another_process(monkeypatch)
+        with claimed_trials(bucket, "small-digits", {}) as (_, new):
+            old.release()
+            new.check()
