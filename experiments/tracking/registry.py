@@ -13,7 +13,7 @@ from pathlib import Path
 import mlflow.pyfunc
 import numpy as np
 import torch
-from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus, Metric
+from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus, Metric, Run
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.tracking import MlflowClient
@@ -45,37 +45,37 @@ class TrainedModel:
 
 
 def register(client: MlflowClient, run_id: str, best: TrainedModel) -> None:
-    """Logs a trial's weights as a model of its run and registers this model as a version of `<grid>-<profile>-<row>`, if it is
-    not done yet.
+    """Logs a trial's weights as a model of its run, and registers this model as a version of `<grid>-<profile>-<row>`. Does
+    neither if the run has it already.
 
-    If the store has no registry or rejects a request, this is logged.
+    A request whose answer was lost is sent again with the next attempt, which may leave a second model or version. If the store
+    has no registry or rejects a request, this is logged.
 
     Raises:
         MlflowException, SQLAlchemyError, OSError: the store cannot be used now.
         CheckpointError: temporary files cannot be written.
     """
+    name, run = model_name(best.trial), client.get_run(run_id)
     try:
-        _register(client, _logged_model(client, run_id, best), best)
+        models = pages(client.search_logged_models, [run.info.experiment_id], f"source_run_id = '{run_id}'")
+        ready = [model for model in models if model.status == LoggedModelStatus.READY]
+        model = ready[0] if ready else _log_model(client, run, best)
+        if not client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
+            _create_version(client, name, model, best)
     except MlflowException as error:
         if error.error_code in RETRYABLE_CODES:
             raise
         _log.warning("the model was not registered: %s", str(error).splitlines()[0])
 
 
-def _logged_model(client: MlflowClient, run_id: str, best: TrainedModel) -> LoggedModel:
-    """The model of a run, with the metrics of its epoch. Until it is marked as ready, every step may be repeated."""
-    run = client.get_run(run_id)
-    # Finds a model whose creation succeeded although the response was lost.
-    models = pages(client.search_logged_models, [run.info.experiment_id], f"source_run_id = '{run_id}'")
-    if models and models[0].status == LoggedModelStatus.READY:
-        return models[0]
-    name, params = re.sub("[^A-Za-z0-9_-]", "-", best.trial.name), run.data.params
-    model = models[0] if models else client.create_logged_model(run.info.experiment_id, name, run_id, _tags(best), params)
+def _log_model(client: MlflowClient, run: Run, best: TrainedModel) -> LoggedModel:
+    """Not with `mlflow.pyfunc.log_model`: it uses the address and the experiment of the process, which are global and also
+    change the environment, and it copies all numbers of a step, those of the machine as well."""
+    run_id, experiment, name = run.info.run_id, run.info.experiment_id, re.sub("[^A-Za-z0-9_-]", "-", best.trial.name)
+    model = client.create_logged_model(experiment, name, run_id, _tags(best), run.data.params)
     with tempfile.TemporaryDirectory() as folder:
-        _write(Path(folder) / "model", model, best)
-        client.log_model_artifacts(model.model_id, str(Path(folder) / "model"))
-    if run.outputs is None or not run.outputs.model_outputs:
-        client.log_outputs(run_id, [LoggedModelOutput(model.model_id, best.epoch.epoch)])
+        client.log_model_artifacts(model.model_id, str(_write(Path(folder), model, best)))
+    client.log_outputs(run_id, [LoggedModelOutput(model.model_id, best.epoch.epoch)])
     images = dataset_inputs(best.trial)[-1].dataset
     metrics = [
         Metric(one.key, one.value, one.timestamp, one.step, model.model_id, images.name, images.digest)
@@ -87,21 +87,17 @@ def _logged_model(client: MlflowClient, run_id: str, best: TrainedModel) -> Logg
     return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 
-def _register(client: MlflowClient, model: LoggedModel, best: TrainedModel) -> None:
-    name, run_id = model_name(best.trial), model.source_run_id
-    # Finds a version whose creation succeeded although the response was lost.
-    versions = pages(client.search_model_versions, f"name = '{name}' and run_id = '{run_id}'")
-    if not versions:
-        try:
-            client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        source, description = model.artifact_location, _description(best)
-        versions = [client.create_model_version(name, source, run_id, _tags(best), None, description, 0, model.model_id)]
+def _create_version(client: MlflowClient, name: str, model: LoggedModel, best: TrainedModel) -> None:
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    source, description = model.artifact_location, _description(best)
+    version = client.create_model_version(name, source, model.source_run_id, _tags(best), None, description, 0, model.model_id)
     # Links the page of the model to the version. A server does so itself.
-    links = [{"name": name, "version": str(versions[0].version)}]
-    client.set_logged_model_tags(model.model_id, {MLFLOW_MODEL_VERSIONS: json.dumps(links)})
+    links = json.dumps([{"name": name, "version": str(version.version)}])
+    client.set_logged_model_tags(model.model_id, {MLFLOW_MODEL_VERSIONS: links})
 
 
 def model_name(trial: Trial) -> str:
@@ -109,21 +105,22 @@ def model_name(trial: Trial) -> str:
     return re.sub("[^A-Za-z0-9_.-]", "-", f"{trial.grid}-{trial.profile}-{trial.row}")[:250]
 
 
-def _write(folder: Path, model: LoggedModel, best: TrainedModel) -> None:
-    """Writes MLflow's files of a model: weights without code, and their description."""
-    size = best.trial.config.data.size
-    with tempfile.TemporaryDirectory() as data, warnings.catch_warnings():
+def _write(folder: Path, model: LoggedModel, best: TrainedModel) -> Path:
+    """Writes MLflow's files of a model: weights without code, and their description. Returns their folder."""
+    weights, files, size = folder / WEIGHTS, folder / "model", best.trial.config.data.size
+    save_checkpoint(best.model, weights)
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*input example")  # the signature says enough
-        save_checkpoint(best.model, Path(data) / WEIGHTS)
         mlflow.pyfunc.save_model(
-            folder,
+            files,
             loader_module=pyfunc.__name__,
-            data_path=Path(data) / WEIGHTS,
+            data_path=weights,
             mlflow_model=Model(model.artifact_location, model.source_run_id, model_id=model.model_id),
             signature=ModelSignature(inputs=_schema(-1, 3, size, size), outputs=_schema(-1, len(best.classes))),
             metadata={"classes": list(best.classes)},
             pip_requirements=[f"torch=={torch.__version__.partition('+')[0]}", f"numpy=={np.__version__}"],
         )
+    return files
 
 
 def _schema(*shape: int) -> Schema:
