@@ -26,7 +26,7 @@ from experiments.runs.summary import read_top1
 from experiments.tracking import Result, TrackerError
 from experiments.training.device import training_device
 from experiments.training.reporter import ReportFn
-from experiments.training.trainer import ShouldContinue, run_trial
+from experiments.training.trainer import Control, ShouldContinue, run_trial
 from pipelines import DataError
 from san import CheckpointError
 
@@ -147,16 +147,9 @@ def _train_claimed(
             _sweep(grid_run, grid_run.placement) as sweep,
             interruptible(ask_trials) as is_interrupted,
         ):
-            train_one = functools.partial(
-                run_trial,
-                grid_run.workspace,
-                should_continue=should_continue,
-                should_stop=stop,
-                grid_claim=claim,
-                may_stand_still=serial,  # at a breakpoint
-            )
+            control = Control(should_continue, stop, claim, may_stand_still=serial)
             return sweep(
-                train_one,
+                functools.partial(run_trial, grid_run.workspace, control=control),
                 trials,
                 observer=progress,
                 non_retryable=(UserError, DataError, FloatingPointError),

@@ -1,4 +1,4 @@
-"""Trains one trial: `run_trial` prepares a worker, `Trainer.fit` is the training. Runs with or without Ray."""
+"""Trains one trial: `run_trial` prepares a worker, and `Trainer` builds the model and trains it. Runs with or without Ray."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
@@ -44,26 +44,29 @@ _log = logging.getLogger(__name__)
 
 ShouldContinue = Callable[[str, Sequence[float]], bool]
 """Called with a trial's key and the top-1 of its epochs; False ends the trial early."""
-ShouldStop = Callable[[], bool]
 SECONDS_BETWEEN_CHECKS = 2.0
 """If steps are slow; also the least time between two questions whether to stop, which are requests to the store."""
 
 
-def run_trial(
-    workspace: Workspace,
-    trial: Trial,
-    report: ReportFn,
-    should_continue: ShouldContinue | None = None,
-    should_stop: ShouldStop | None = None,
-    grid_claim: Claim | None = None,
-    may_stand_still: bool = False,
-) -> nn.Module:
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What whoever starts a trial decides about it. The functions are called on the first worker."""
+
+    should_continue: ShouldContinue | None = None
+    """Called after each epoch but the last."""
+    should_stop: Callable[[], bool] | None = None
+    """Called every few seconds; True makes the trial save its work and return."""
+    grid_claim: Claim | None = None
+    """That of the `san run` that has started the trial."""
+    may_stand_still: bool = False
+    """At a breakpoint: `checkpointing.hang_timeout_minutes` has no effect."""
+
+
+def run_trial(workspace: Workspace, trial: Trial, report: ReportFn, control: Control = Control()) -> nn.Module:
     """Trains one trial, or the rest of it. The results are in MLflow, the weights in the checkpoints.
 
     Every worker of the trial calls this function and returns the same model, the one that was validated. `report` is called on
-    all workers after the same steps; `ProgressReporter` documents the values. After each epoch but the last, the first worker
-    calls `should_continue`. Every few seconds, it calls `should_stop`, after which the trial saves its work and returns. With
-    `may_stand_still`, `checkpointing.hang_timeout_minutes` has no effect.
+    all workers after the same steps; `ProgressReporter` documents the values.
 
     Raises:
         ClaimedError: another process has taken over the trial, or its grid.
@@ -77,54 +80,15 @@ def run_trial(
     device = training_device(config)
     with explain_oom(config, device):
         rank, _ = join_process_group(device)
-    store = workspace.store.with_outage_timeout(_outage_timeout(config))
     with (
         trial_log(workspace, trial, rank) as log,
-        Watchdog(math.inf if may_stand_still else config.checkpointing.hang_timeout, log) as watchdog,
+        Watchdog(math.inf if control.may_stand_still else config.checkpointing.hang_timeout, log) as watchdog,
         numerics(config.engine, device),
         explain_oom(config, device),
     ):
-        minutes, keep = config.checkpointing.checkpoint_every_n_minutes, config.checkpointing.keep_checkpoints
-        checkpoints = Checkpoints(store, workspace.folder(trial), trial.key, keep, 60 * minutes)
-        if rank == 0 and grid_claim is not None:
-            grid_claim.check()
-        return _prepare(workspace, trial, device, checkpoints, watchdog, report, should_continue, should_stop).fit()
-
-
-def _prepare(
-    workspace: Workspace,
-    trial: Trial,
-    device: torch.device,
-    checkpoints: Checkpoints,
-    watchdog: Watchdog,
-    report: ReportFn,
-    should_continue: ShouldContinue | None,
-    should_stop: ShouldStop | None,
-) -> Trainer:
-    config, rank, world = trial.config, dist.get_rank(), dist.get_world_size()
-    prepare_cpu(config.resources.cpus)
-    train, val = loaders(config, trial.seed, rank, world, device)
-    gc.collect()  # an earlier model of this process may still occupy memory, in a cycle of references
-    torch.manual_seed(trial.seed)
-    model = config.model.spec().build(len(train.dataset.classes))
-    torch.manual_seed((trial.seed + rank * 0x9E3779B97F4A7C15) % 2**63)  # each worker augments its images in its own way
-    if config.recipe.drop_path:  # a model of the user may have rates of its own
-        model.set_drop_rates(drop_path_rate=config.recipe.drop_path)
-    if config.recipe.init is not None:
-        _log.info(initialize(model, config.recipe.init, trial.init_digest, workspace.address, train.dataset.classes))
-    complexity, tags = san.complexity(model, config.data.size), compute_tags(config.engine, device)
-    if config.recipe.scaling is not None and rank == 0:
-        _log.info(config.recipe.scaling)
-    micro_batch = config.recipe.images_at_once(world)
-    augment = None if config.recipe.augment == "none" else Augmentation(config.recipe.augment, train.transform, device)
-    is_balanced = config.recipe.class_weights == "balanced"
-    weight_C = balancing_weights(train.dataset.labels, len(train.dataset.classes)) if is_balanced else None
-    engine = Engine(model.to(device), config.recipe, train.steps, micro_batch, config.engine, augment, weight_C)
-    _log.info(", ".join(f"{name}: {value}" for name, value in tags.items()))
-    reporter = ProgressReporter(report, config.recipe.epochs, train)
-    return Trainer(
-        workspace, trial, engine, train, val, checkpoints, watchdog, reporter, should_continue, should_stop, complexity, tags
-    )
+        if rank == 0 and control.grid_claim is not None:
+            control.grid_claim.check()
+        return Trainer(workspace, trial, report, control, watchdog, device).fit()
 
 
 class _Step(NamedTuple):
@@ -160,28 +124,44 @@ class _Clock:
         self.running.waited = self.waited_before + self.loader.wait_seconds
 
 
-@dataclass
 class Trainer:
-    """The training of one trial, on one of its workers."""
+    """The training of one trial, on one of its workers. The arguments are as in `run_trial`."""
 
-    workspace: Workspace
-    trial: Trial
-    engine: Engine
-    train: Loader
-    val: Loader
-    checkpoints: Checkpoints
-    watchdog: Watchdog
-    reporter: ProgressReporter
-    should_continue: ShouldContinue | None
-    should_stop: ShouldStop | None
-    complexity: san.Complexity
-    tags: Mapping[str, str]
-    logger: AsyncMetricLogger | None = None
-    """On the first worker."""
-    history: tuple[Epoch, ...] = ()
-    last_saved: str | None = None
-    """Name of the last checkpoint."""
-    _asked_at: float = field(default_factory=time.monotonic)
+    def __init__(
+        self, workspace: Workspace, trial: Trial, report: ReportFn, control: Control, watchdog: Watchdog, device: torch.device
+    ) -> None:
+        self.workspace, self.trial, self.control, self.watchdog = workspace, trial, control, watchdog
+        config, rank, world = trial.config, dist.get_rank(), dist.get_world_size()
+        store = workspace.store.with_outage_timeout(_outage_timeout(config))
+        minutes, keep = config.checkpointing.checkpoint_every_n_minutes, config.checkpointing.keep_checkpoints
+        self.checkpoints = Checkpoints(store, workspace.folder(trial), trial.key, keep, 60 * minutes)
+        prepare_cpu(config.resources.cpus)
+        self.train, self.val = loaders(config, trial.seed, rank, world, device)
+        gc.collect()  # an earlier model of this process may still occupy memory, in a cycle of references
+        classes = self.train.dataset.classes
+        torch.manual_seed(trial.seed)
+        model = config.model.spec().build(len(classes))
+        torch.manual_seed((trial.seed + rank * 0x9E3779B97F4A7C15) % 2**63)  # each worker augments its images in its own way
+        if config.recipe.drop_path:  # a model of the user may have rates of its own
+            model.set_drop_rates(drop_path_rate=config.recipe.drop_path)
+        if config.recipe.init is not None:
+            _log.info(initialize(model, config.recipe.init, trial.init_digest, workspace.address, classes))
+        self.complexity, self.tags = san.complexity(model, config.data.size), compute_tags(config.engine, device)
+        if config.recipe.scaling is not None and rank == 0:
+            _log.info(config.recipe.scaling)
+        micro_batch = config.recipe.images_at_once(world)
+        augment = None if config.recipe.augment == "none" else Augmentation(config.recipe.augment, self.train.transform, device)
+        is_balanced = config.recipe.class_weights == "balanced"
+        weight_C = balancing_weights(self.train.dataset.labels, len(classes)) if is_balanced else None
+        self.engine = Engine(model.to(device), config.recipe, self.train.steps, micro_batch, config.engine, augment, weight_C)
+        _log.info(", ".join(f"{name}: {value}" for name, value in self.tags.items()))
+        self.reporter = ProgressReporter(report, config.recipe.epochs, self.train)
+        self.logger: AsyncMetricLogger | None = None
+        """On the first worker."""
+        self.history: tuple[Epoch, ...] = ()
+        self.last_saved: str | None = None
+        """Name of the last checkpoint."""
+        self._asked_at = time.monotonic()
 
     def fit(self) -> nn.Module:
         """Resumes, trains, validates, saves and logs until the last epoch, or until it is asked to stop. Returns the model."""
@@ -331,17 +311,20 @@ class Trainer:
         return min(soon, (steps // every + 1) * every, self.train.steps)
 
     def _is_asked_to_stop(self) -> bool:
-        if self.should_stop is None or dist.get_rank() != 0 or time.monotonic() - self._asked_at <= SECONDS_BETWEEN_CHECKS:
+        if self.control.should_stop is None or dist.get_rank() != 0:
+            return False
+        if time.monotonic() - self._asked_at <= SECONDS_BETWEEN_CHECKS:
             return False
         self._asked_at = time.monotonic()
-        return self.should_stop()
+        return self.control.should_stop()
 
     def _continues(self, running: RunningEpoch) -> bool:
         """The decision of rank 0 between two epochs, broadcast to all ranks."""
-        if self.should_continue is None or not self.history or running.steps:
+        should_continue = self.control.should_continue
+        if should_continue is None or not self.history or running.steps:
             return True
         top1 = [epoch.top1 or 0.0 for epoch in self.history]  # early stopping requires a validation after each epoch
-        answer = [self.should_continue(self.trial.key, top1) if dist.get_rank() == 0 else True]
+        answer = [should_continue(self.trial.key, top1) if dist.get_rank() == 0 else True]
         dist.broadcast_object_list(answer)
         return answer[0]
 

@@ -18,7 +18,7 @@ import torch
 from experiments.config.grid import Trial
 from experiments.runs.workspace import Workspace
 from experiments.training.engine import Engine, _import_deepspeed
-from experiments.training.trainer import ShouldContinue, run_trial
+from experiments.training.trainer import Control, ShouldContinue, run_trial
 from tests.experiments.drivers import PATIENCE
 
 if multiprocessing.parent_process() is None and multiprocessing.current_process().name == "MainProcess":
@@ -123,7 +123,7 @@ def _work(
     if body is not None:
         body()
     sent: list[Mapping[str, float]] = []
-    model = run_trial(workspace, trial, sent.append, should_continue)
+    model = run_trial(workspace, trial, sent.append, Control(should_continue))
     (workspace.runs / f"reports{group['RANK']}.json").write_text(json.dumps(sent))
     torch.save(model.state_dict(), workspace.runs / f"rank{group['RANK']}.pt")
 

@@ -16,7 +16,7 @@ from experiments.training.checkpoint import Checkpoint, last_of
 from experiments.training.engine import Engine
 from experiments.training.metrics import Scores
 from experiments.training.reporter import Watchdog
-from experiments.training.trainer import run_trial
+from experiments.training.trainer import Control, run_trial
 from tests.experiments.conftest import HELD_OUT, OpenGrid, Place, Trained
 from tests.experiments.processes import Kill, ended, start, weights
 from tests.experiments.samples import ALWAYS, SHORT, silent, without_times
@@ -133,7 +133,7 @@ def test_trial_saves_its_work_when_it_is_asked_to_stop(open_small_grid: OpenGrid
     grid_run = open_small_grid(*SHORT, "recipe.epochs=1")
     trial = resnet(grid_run)
     first: list[Mapping[str, float]] = []
-    run_trial(grid_run.workspace, trial, first.append, should_stop=lambda: True)
+    run_trial(grid_run.workspace, trial, first.append, Control(should_stop=lambda: True))
     assert [(report["interrupted"], report["epoch"], report["step"]) for report in first] == [(1, 0, 1)]
     again: list[Mapping[str, float]] = []
     run_trial(grid_run.workspace, trial, again.append)
@@ -148,7 +148,7 @@ def test_trial_ends_after_an_epoch_if_it_should_not_continue(open_small_grid: Op
         asked.append((key, len(top1)))
         return False
 
-    run_trial(grid_run.workspace, trial, silent, should_continue)
+    run_trial(grid_run.workspace, trial, silent, Control(should_continue))
     assert asked == [(trial.key, 1)]
     assert grid_run.tracker.results()[trial.key].stopped_at == 1
 
