@@ -92,7 +92,7 @@ def test_grid_runs_without_a_shared_folder(
     """All files are in the bucket, and no file contains the credentials."""
     grid = write_grid("{question: 'Does it run?', rows: [{id: pairwise_3, model: {name: san10_pairwise, footprint: 3}}]}")
     overrides = ("recipe.batch_size=50", "data.train_per_class=20", "recipe.epochs=1")
-    grid_run, title = (str(grid), *overrides), "+".join(("small-digits", *overrides))
+    grid_run, title = (str(grid), *overrides), "+".join(("small-digits", *sorted(overrides)))
     secret = ObjectStore.KEYS["AWS_SECRET_ACCESS_KEY"]
     finished = "1 trial, 1 already finished"
     for command, expected in (
