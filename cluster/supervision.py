@@ -19,7 +19,7 @@ import ray
 from cluster.interrupt import INTERRUPTED
 
 AtLoss = Sequence[Callable[[], object]]
-"""What to do before this process ends, in this order."""
+"""What to do before this process ends; the last one is done first."""
 
 _SECONDS_BETWEEN_CHECKS = 1.0
 _TIMEOUT = 5.0
@@ -88,7 +88,7 @@ def nodes() -> list[dict[str, Any]]:
 def _end(message: str, at_loss: AtLoss) -> NoReturn:
     """Ends this process and its descendants. Not with an exception, because the main thread may be blocked in Ray."""
     kill_descendants()
-    last = threading.Thread(target=lambda: [act() for act in at_loss], daemon=True)
+    last = threading.Thread(target=lambda: [act() for act in reversed(at_loss)], daemon=True)
     last.start()
     last.join(_SECONDS_AT_LOSS)
     print(f"san: {message}. Finished epochs are kept; run the same command again to continue", file=sys.stderr, flush=True)

@@ -201,7 +201,7 @@ def save_page(networks: Sequence[Mapping[str, Attention]], layer: str, path: Pat
     try:
         path.write_text(page.render(title=title, picture=first.picture, layer=layer, data=data))
     except OSError as error:
-        raise UserError(f"{path}: cannot write this file ({error.strerror}); choose another file with --html") from None
+        raise UserError(f"{path}: cannot write this file ({error.strerror}); choose another file with --out") from None
 
 
 def _network(layers: Sequence[Attention]) -> dict[str, Any]:

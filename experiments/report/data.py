@@ -19,7 +19,7 @@ from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from experiments.training.images import open_data
 
-Spread = tuple[tuple[float, ...], float | None]
+SeedValues = tuple[tuple[float, ...], float | None]
 """The values of the seeds, and half of the 95 % confidence interval of their mean."""
 
 
@@ -54,7 +54,7 @@ class TableRow:
     def flops_millions(self) -> float | None:
         return None if self.flops is None else 1000 * self.flops
 
-    def spread_of(self, field: str) -> Spread:
+    def spread_of(self, field: str) -> SeedValues:
         return (self.top1_by_seed, self.top1_half_width) if field == "top1" else ((), None)
 
 
@@ -82,7 +82,7 @@ class Measurement:
     """Half of the 95 % confidence interval of `drop`, from the drops of single seeds; None for fewer than three seeds."""
     seeds: int
 
-    def spread_of(self, field: str) -> Spread:
+    def spread_of(self, field: str) -> SeedValues:
         if field == "ours":
             return self.by_seed, self.half_width
         return (), self.drop_half_width if field == "drop" else None
@@ -242,7 +242,7 @@ def _minus(one: float | None, other: float | None) -> float | None:
 
 
 MOST_ROWS = 42
-"""A page shows curves and commands for at most this many rows; more would be indistinguishable."""
+"""A page shows curves and commands for at most this many rows; more would make it slow to open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ NO_DIFFERENCE = (
     "No difference is shown, because our training differs from the paper's in the images, the image size or the number "
     "of epochs."
 )
-COUNTS = "Parameters and FLOPs (multiply-accumulates, as in the paper) are counted for the {} models."
+NOTE_ON_COUNTS = "Parameters and FLOPs (multiply-accumulates, as in the paper) are counted for the {} models."
 GROUPS = {
     "": "settings",
     "top-1": "top-1, %",
@@ -209,7 +209,7 @@ def _results_table(report: GridReport) -> HtmlTable:
     notes = [SPREAD] * _has(rows, "top1_half_width")
     notes += [NO_DIFFERENCE] * (_has(rows, "paper_top1") and not _has(rows, "difference"))
     caption = "Paper and ours" if _has(rows, "paper_top1") else "Results"
-    counts = COUNTS.format("full-size" if report.grid_run.grid.table else "trained")
+    counts = NOTE_ON_COUNTS.format("full-size" if report.grid_run.grid.table else "trained")
     body = {row.id: [row] * len(groups) for row in rows}
     return HtmlTable("Table of results", caption, groups, {"": body}, [*notes, counts], "not finished")
 

@@ -10,6 +10,7 @@ import math
 import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ CURVES = {"val/top1": ("validation top-1, %", 100.0), "train/loss": ("training l
 """Metrics with curves, the label of their axis and the largest possible value."""
 MOST_SERIES = 10
 """A chart can show more series, but they would be hard to tell apart."""
-ACCURACY = "top-1, %"
+TOP1_LABEL = "top-1, %"
 
 Side = tuple[str, str, str]
 """A heading, and the fields of `TableRow` with the accuracy and with half of its interval."""
@@ -78,12 +79,17 @@ class Chart:
 
 def svg(chart: Chart) -> str:
     """The chart as an SVG file, the same for equal charts."""
-    import matplotlib
-
     out = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "san"}):
+    with _settings():
         _figure([chart]).savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
+
+
+def _settings() -> AbstractContextManager[None]:
+    """Names and questions are text: a dollar in them does not begin a formula."""
+    import matplotlib
+
+    return matplotlib.rc_context({"svg.hashsalt": "san", "text.parse_math": False})
 
 
 def save(charts: Sequence[Chart], title: str, path: Path) -> None:
@@ -211,7 +217,7 @@ def plot_charts(plot: Plot, trials: Sequence[Trial], rows: Sequence[TableRow]) -
             offset = shift * (style - (len(names) - 1) / 2)
             of_name = [(coordinates[row.id][1] + offset, row) for row in rows if coordinates[row.id][0] == name]
             series += [Series(name, style, points)] if (points := _points(of_name, side)) else []
-        charts.append(Chart(side[0], series, plot.label, ACCURACY, ticks, most=100.0))
+        charts.append(Chart(side[0], series, plot.label, TOP1_LABEL, ticks, most=100.0))
     return charts
 
 
@@ -227,7 +233,7 @@ def cost_charts(report: GridReport) -> list[Chart]:
             for style, (name, rows) in enumerate(groups.items()):
                 points = _points([(getattr(row, field), row) for row in rows if row.params is not None], side)
                 series += [Series(name, style, points)] if points else []
-            charts.append(Chart(side[0], series, words, ACCURACY, most=100.0, is_joined=False))
+            charts.append(Chart(side[0], series, words, TOP1_LABEL, most=100.0, is_joined=False))
     return _charts_with_points(charts)
 
 
@@ -263,10 +269,11 @@ def save_plot(plot: Plot | None, trials: Sequence[Trial], rows: Sequence[TableRo
     """Writes top-1 with its 95 % interval as PNG: ours on the left, the paper's on the right if it has any. With a plot, it is
     drawn over the plot's number; otherwise each row of the table is a row of the picture. At least one row must have an
     accuracy of ours."""
-    if plot is not None:
-        save(plot_charts(plot, trials, rows), title, path)
-    else:
-        _save_rows(trials, rows, title, path)
+    with _settings():
+        if plot is not None:
+            save(plot_charts(plot, trials, rows), title, path)
+        else:
+            _save_rows(trials, rows, title, path)
 
 
 def _save_rows(trials: Sequence[Trial], rows: Sequence[TableRow], title: str, path: Path) -> None:
@@ -283,7 +290,7 @@ def _save_rows(trials: Sequence[Trial], rows: Sequence[TableRow], title: str, pa
                 error = point.high - point.y or math.nan
                 axes.errorbar(point.y, number, xerr=error, capsize=4, **_style(styles[families[row.id]]))
         axes.set_title(side[0], fontsize="medium")
-        axes.set_xlabel(ACCURACY)
+        axes.set_xlabel(TOP1_LABEL)
         axes.margins(x=0.12)
         axes.grid(color=RULE)
     all_axes[0].set_yticks(range(len(shown)), [row.id for row in shown])

@@ -16,7 +16,7 @@ from experiments.report import interval
 from experiments.report.data import TableRow, table_rows
 from experiments.report.interval import Interval, Spread
 from experiments.report.plots import save_plot
-from experiments.report.tables import ACCURACY, Table, grid_table
+from experiments.report.tables import ACCURACY_COLUMNS, Table, grid_table
 from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.tracking import Result
 
@@ -114,7 +114,7 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
             files.append(path.with_name(f"study-{section.table}.png"))
             save_plot(grid.plot, trials, section.rows, grid.question, files[-1])
             page.append(f"![{grid.question} Our results next to those in the paper]({files[-1].name})")
-        page += [grid_table(section.rows, ACCURACY).markdown(), _orderings(findings(section, spreads))]
+        page += [grid_table(section.rows, ACCURACY_COLUMNS).markdown(), _orderings(findings(section, spreads))]
     path.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return files
 

@@ -51,7 +51,7 @@ COLUMNS = (
     Column("ours", "flops", ".1f", "FLOPs G"),
     Column("note", "note", "s"),
 )
-ACCURACY = COLUMNS[:4]
+ACCURACY_COLUMNS = COLUMNS[:4]
 PARAMS = Column("ours", "params", ".3g", "params M")
 FLOPS_G, FLOPS_M = Column("ours", "flops", ".3g", "FLOPs G"), Column("ours", "flops_millions", ".1f", "FLOPs M")
 """The columns of tables without counts of the paper."""
@@ -175,7 +175,7 @@ def csv_text(records: Sequence[Any]) -> str:
     return out.getvalue()
 
 
-COUNTS = ("params", "flops_paper", "flops_actual")
+COUNTED = ("params", "flops_paper", "flops_actual")
 
 
 def trial_table(grid_run: GridRun, results: Mapping[str, Result]) -> pd.DataFrame:
@@ -184,10 +184,10 @@ def trial_table(grid_run: GridRun, results: Mapping[str, Result]) -> pd.DataFram
 
     counts = counts_of_trained(grid_run.trials)
     settings = pd.DataFrame([_settings(trial) for trial in grid_run.trials])
-    counted = pd.DataFrame([{name: getattr(counts[trial.row], name) for name in COUNTS} for trial in grid_run.trials])
+    counted = pd.DataFrame([{name: getattr(counts[trial.row], name) for name in COUNTED} for trial in grid_run.trials])
     finished = [results[trial.key].metrics if is_finished(results, trial) else {} for trial in grid_run.trials]
     names = dict.fromkeys([*METRICS.values(), *sorted(set().union(*finished))])
-    metrics = [name for name in names if name not in COUNTS and not name.startswith("system/")]
+    metrics = [name for name in names if name not in COUNTED and not name.startswith("system/")]
     return settings.join(counted).join(pd.DataFrame(finished, columns=metrics, dtype=float))
 
 

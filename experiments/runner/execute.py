@@ -132,7 +132,7 @@ def _train_claimed(
     # A bar that is redrawn would write over a debugger's prompt.
     progress = Progress({key: trial.name for key, trial in trials.items()}, epochs, sys.stderr, start=start, live=not serial)
     mark_interrupted = functools.partial(_mark_interrupted, grid_run, trials.values())
-    at_loss += [progress.close, mark_interrupted]
+    at_loss += [mark_interrupted, progress.close]
     # Without retries, because training continues while a bucket is unreachable.
     stop = StopRequest(grid_run.workspace.store.with_outage_timeout(0), grid_run.full_name)
 
@@ -187,7 +187,7 @@ def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | N
         progress = MeasureProgress(tasks, keep, sys.stderr, live=not grid_run.request.serial)
         errors = UserError, DataError, CheckpointError
         mark_interrupted = functools.partial(_mark_interrupted, grid_run, ())
-        cluster.at_loss.extend((progress.close, mark_interrupted))
+        cluster.at_loss.extend((mark_interrupted, progress.close))
         try:
             with _sweep(grid_run, placement) as sweep:
                 outcomes = sweep(measure_trial, tasks, observer=progress, non_retryable=errors)
@@ -209,7 +209,7 @@ class _Cluster(NamedTuple):
     is_local: bool
     """Whether it is this machine."""
     at_loss: list[Callable[[], object]]
-    """Called if Ray dies, before this process ends."""
+    """Called if Ray dies, before this process ends, the last one first."""
 
 
 @contextmanager

@@ -183,7 +183,7 @@ LEAST_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TimeEstimate:
-    """Time of a trial: its start, training and validation."""
+    """Hours that a trial takes: its start, training and validation."""
 
     wall: float
     cpu: float
@@ -205,7 +205,7 @@ class Estimator:
         self._speeds = {setting: images / seconds for setting, (seconds, images) in sums.items() if seconds >= LEAST_SECONDS}
 
     def hours(self, trial: Trial, train_images: int, val_images: int) -> TimeEstimate:
-        """TimeEstimate for a trial with these numbers of images per epoch."""
+        """The time of a trial with these numbers of images per epoch."""
         config, resources = trial.config, trial.config.resources
         measured = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
         spec = config.model.spec()

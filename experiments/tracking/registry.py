@@ -14,6 +14,7 @@ import mlflow.pyfunc
 import numpy as np
 import torch
 from mlflow.entities import LoggedModel, LoggedModelOutput, LoggedModelStatus, Metric, Run
+from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
 from mlflow.tracking import MlflowClient
@@ -58,21 +59,29 @@ def register(client: MlflowClient, run_id: str, best: TrainedModel) -> None:
     name, run = model_name(best.trial), client.get_run(run_id)
     try:
         models = pages(client.search_logged_models, [run.info.experiment_id], f"source_run_id = '{run_id}'")
-        ready = [model for model in models if model.status == LoggedModelStatus.READY]
-        model = ready[0] if ready else _log_model(client, run, best)
-        if not client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'"):
-            _create_version(client, name, model, best)
+        model = next(iter(models), None) or _create_model(client, run, best)
+        if model.status != LoggedModelStatus.READY:
+            model = _fill(client, model, run, best)
+        versions = client.search_model_versions(f"name = '{name}' and run_id = '{run_id}'")
+        version = versions[0] if versions else _create_version(client, name, model, best)
+        # Links the page of the model to the version. A server does so itself.
+        links = json.dumps([{"name": name, "version": str(version.version)}])
+        client.set_logged_model_tags(model.model_id, {MLFLOW_MODEL_VERSIONS: links})
     except MlflowException as error:
         if error.error_code in RETRYABLE_CODES:
             raise
         _log.warning("the model was not registered: %s", str(error).splitlines()[0])
 
 
-def _log_model(client: MlflowClient, run: Run, best: TrainedModel) -> LoggedModel:
+def _create_model(client: MlflowClient, run: Run, best: TrainedModel) -> LoggedModel:
     """Not with `mlflow.pyfunc.log_model`: it uses the address and the experiment of the process, which are global and also
     change the environment, and it copies all numbers of a step, those of the machine as well."""
-    run_id, experiment, name = run.info.run_id, run.info.experiment_id, re.sub("[^A-Za-z0-9_-]", "-", best.trial.name)
-    model = client.create_logged_model(experiment, name, run_id, _tags(best), run.data.params)
+    name = re.sub("[^A-Za-z0-9_-]", "-", best.trial.name)
+    return client.create_logged_model(run.info.experiment_id, name, run.info.run_id, _tags(best), run.data.params)
+
+
+def _fill(client: MlflowClient, model: LoggedModel, run: Run, best: TrainedModel) -> LoggedModel:
+    run_id = run.info.run_id
     with tempfile.TemporaryDirectory() as folder:
         client.log_model_artifacts(model.model_id, str(_write(Path(folder), model, best)))
     client.log_outputs(run_id, [LoggedModelOutput(model.model_id, best.epoch.epoch)])
@@ -87,17 +96,14 @@ def _log_model(client: MlflowClient, run: Run, best: TrainedModel) -> LoggedMode
     return client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
 
 
-def _create_version(client: MlflowClient, name: str, model: LoggedModel, best: TrainedModel) -> None:
+def _create_version(client: MlflowClient, name: str, model: LoggedModel, best: TrainedModel) -> ModelVersion:
     try:
         client.create_registered_model(name)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     source, description = model.artifact_location, _description(best)
-    version = client.create_model_version(name, source, model.source_run_id, _tags(best), None, description, 0, model.model_id)
-    # Links the page of the model to the version. A server does so itself.
-    links = json.dumps([{"name": name, "version": str(version.version)}])
-    client.set_logged_model_tags(model.model_id, {MLFLOW_MODEL_VERSIONS: links})
+    return client.create_model_version(name, source, model.source_run_id, _tags(best), None, description, 0, model.model_id)
 
 
 def model_name(trial: Trial) -> str:

@@ -221,7 +221,7 @@ def _stem_flops(weight: Any, bias: Any, x: Any, *rest: Any) -> int:
 
 
 def _dot_flops(phi: Any, psi: Any, kernel_size: int, groups: int) -> int:
-    """None if every channel is its own group, which is an elementwise product."""
+    """Zero if every channel is its own group, which is an elementwise product."""
     N, R, H, W = phi
     return 0 if groups == R else 2 * int(N * R * H * W * kernel_size**2)
 

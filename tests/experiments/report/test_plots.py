@@ -26,7 +26,7 @@ def chart(names: list[str]) -> Chart:
 
 
 def test_svg_is_the_same_for_equal_charts() -> None:
-    first, *others = (svg(chart(["a", "b < c"])) for _ in range(3))
+    first, *others = (svg(chart(["a", "b < c", "$^$"])) for _ in range(3))
     assert set(others) == {first} and "<dc:date>" not in first
     assert ElementTree.fromstring(first).tag.endswith("svg")
 
@@ -46,7 +46,7 @@ def test_draws_ours_next_to_the_paper(open_small_grid: OpenGrid, tmp_path: Path)
     grid_run, path = open_small_grid(), tmp_path / "plot.png"
     ours = tabled(grid_run, {"resnet26_3": 97.0, "pairwise_3": 96.0})
     lines = [dataclasses.replace(line, top1_half_width=0.5 if line.top1 else None) for line in ours]
-    save_plot(grid_run.grid.plot, grid_run.trials, lines, "Title", path)
+    save_plot(grid_run.grid.plot, grid_run.trials, lines, "Is $^$ a question?", path)
     with Image.open(path) as both:
         assert both.width > 1000  # two panels
         assert len(set(both.convert("RGB").getdata())) > 10  # not blank

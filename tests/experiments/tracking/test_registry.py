@@ -114,7 +114,7 @@ def test_runs_folder_can_be_moved(open_small_grid: OpenGrid, monkeypatch: pytest
         assert "config.yaml" in {file.path for file in client.list_artifacts(result.run_id)}
 
 
-@pytest.mark.parametrize("call", ["log_model_artifacts", "create_model_version"])
+@pytest.mark.parametrize("call", ["log_model_artifacts", "create_model_version", "set_logged_model_tags"])
 def test_trial_is_registered_once(
     call: str, open_small_grid: OpenGrid, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,8 +132,9 @@ def test_trial_is_registered_once(
     for resumed in (False, True):
         finish(grid_run, trained.best, resumed)
         assert [(version.name, version.version) for version in versions(grid_run)] == [("small-digits-resnet26_3", 1)]
-        (model,) = (model for model in models(grid_run) if model.status == LoggedModelStatus.READY)
-        assert len(model.metrics) == 3
+        (model,) = models(grid_run)
+        assert model.status == LoggedModelStatus.READY and len(model.metrics) == 3
+        assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "small-digits-resnet26_3", "version": "1"}]
     assert not fails
 
 
