@@ -15,7 +15,7 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, TrialScheduler
 from cluster.sweep import DRIVER_RESOURCES
 
 
-class Rungs:
+class SuccessiveHalving:
     """The scores of the trials at the rungs, which are the epochs `first`, `first * reduction`, ... below `last`. About the
     best 1/`reduction` of the trials at a rung continue. `known` contains the scores of finished trials by key."""
 
@@ -58,16 +58,16 @@ class Rungs:
 
 
 def _ask(actor: Any, key: str, scores: Sequence[float]) -> bool:
-    """As `Rungs.should_continue`; takes a few milliseconds."""
+    """As `SuccessiveHalving.should_continue`; takes a few milliseconds."""
     return ray.get(actor.should_continue.remote(key, list(scores)))
 
 
 @contextmanager
-def judge(
+def on_the_head(
     first: int, reduction: int, last: int, known: Mapping[str, Sequence[float]]
 ) -> Iterator[Callable[[str, Sequence[float]], bool]]:
-    """`Rungs.should_continue` of rungs in a process on the head, which all trials of this session can call."""
-    start: Any = ray.remote(Rungs)
+    """`SuccessiveHalving.should_continue` of rungs in a process on the head, which all trials of this session can call."""
+    start: Any = ray.remote(SuccessiveHalving)
     actor = start.options(num_cpus=0, resources=DRIVER_RESOURCES).remote(first, reduction, last, dict(known))
     try:
         yield partial(_ask, actor)

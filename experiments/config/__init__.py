@@ -1,1 +1,1 @@
-"""Grids: YAML files, their records and profiles, and how they expand to trials."""
+"""The schemas of grids and trials, and how a grid expands to trials."""

@@ -273,18 +273,22 @@ def _conclude(grid_run: GridRun, verb: str, outcomes: Mapping[str, Outcome], tri
 
 @contextmanager
 def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterator[ShouldContinue | None]:
-    """The judge that stops trials early, if the grid enables it. It also knows the results of earlier calls."""
+    """Decides which trials continue, if the grid has early stopping. It also knows the results of earlier calls."""
     wanted = grid_run.grid.early_stopping
     if wanted is None or wanted.grace_epochs is None:
         yield None
         return
-    from cluster.halving import Rungs, judge  # imports Ray Tune
+    from cluster.halving import SuccessiveHalving, on_the_head  # imports Ray Tune
 
     before = [trial for trial in grid_run.trials if is_done(grid_run, results, trial)]
     workspace = grid_run.workspace
     known = {trial.key: read_top1(workspace.store.read(workspace.summary(trial))) for trial in before}
-    rungs = wanted.grace_epochs, wanted.reduction, grid_run.trials[0].config.recipe.epochs, known
-    with nullcontext(Rungs(*rungs).should_continue) if grid_run.request.serial else judge(*rungs) as should_continue:
+    settings = wanted.grace_epochs, wanted.reduction, grid_run.trials[0].config.recipe.epochs, known
+    with (
+        nullcontext(SuccessiveHalving(*settings).should_continue)
+        if grid_run.request.serial
+        else on_the_head(*settings) as should_continue
+    ):
         yield should_continue
 
 

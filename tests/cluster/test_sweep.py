@@ -9,7 +9,7 @@ import ray.tune
 
 from cluster import ClusterError, Placement, Resources
 from cluster.errors import LostError
-from cluster.halving import judge
+from cluster.halving import on_the_head
 from cluster.sweep import sweep
 from tests.cluster import functions
 
@@ -87,10 +87,10 @@ def test_non_retryable_error_is_not_retried(memory: functions.Memory, tmp_path: 
 
 @pytest.mark.slow
 def test_two_workers_reduce_ask_and_fail(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:
-    """They share a process group, reach the judge of early stopping, and the error of one is that of the trial."""
+    """They share a process group, ask early stopping, and the error of one is that of the trial."""
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
-    with judge(1, 2, 9, {"known": [5.0]}) as ask:
+    with on_the_head(1, 2, 9, {"known": [5.0]}) as ask:
         outcomes = sweep(
             functions.reducing, {"trial": ask}, Placement(2), storage=tmp_path, observer=memory, non_retryable=(ValueError,)
         )
