@@ -181,7 +181,8 @@ def _y_limits(chart: Chart) -> tuple[float, float]:
 
 def _sides(rows: Sequence[TableRow], profile: str) -> list[Side]:
     """Ours and the paper's, if there are any accuracies."""
-    ours = f"ours, {profile}" + ": mean and 95 % interval" * any(row.top1_half_width is not None for row in rows)
+    has_intervals = any(row.top1_half_width is not None for row in rows)
+    ours = f"ours, {profile}: mean and 95 % interval" if has_intervals else f"ours, {profile}"
     sides = [(ours, "top1", "top1_half_width"), ("paper, ImageNet", "paper_top1", "")]
     return [side for side in sides if any(getattr(row, side[1]) is not None for row in rows)]
 

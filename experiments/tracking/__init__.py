@@ -15,7 +15,7 @@ from experiments.errors import UnavailableError
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
 # MLflow's client would retry for minutes, and would repeat a request that succeeded but whose response was lost. Our callers
-# retry instead: metrics without duplicates, and the registration of a model if the run has none yet.
+# retry instead, after asking what has arrived.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 

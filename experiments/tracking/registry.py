@@ -49,8 +49,8 @@ def register(client: MlflowClient, run_id: str, best: TrainedModel) -> None:
     """Logs a trial's weights as a model of its run, and registers this model as a version of `<grid>-<profile>-<row>`. Does
     neither if the run has it already.
 
-    A request whose answer was lost is sent again with the next attempt, which may leave a second model or version. If the store
-    has no registry or rejects a request, this is logged.
+    After an error, the caller tries again, and what the run has by then is used. If the store has no registry or rejects a
+    request, this is logged.
 
     Raises:
         MlflowException, SQLAlchemyError, OSError: the store cannot be used now.

@@ -106,13 +106,13 @@ def register_relation(
         pairs: (phi, psi) to two maps whose difference or product is the relation, for fused attention.
 
     Raises:
-        ValueError: a relation of the paper has that name, or the function returns another number of channels.
+        ValueError: a built-in relation has that name, or the function returns another number of channels.
     """
     registry = PATCHWISE if patchwise else PAIRWISE
 
     def register(function: Delta) -> Delta:
         if name in registry and not registry[name].is_added:
-            raise ValueError(f"relation {name!r} is a relation of the paper; choose another name")
+            raise ValueError(f"relation {name!r} is built in; choose another name")
         row = Relation(channels, function, pairs)
         map_NRHW = torch.empty(1, 16, 3, 3, device="meta")
         with ops.backend("reference"):

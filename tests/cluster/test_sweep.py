@@ -87,7 +87,7 @@ def test_non_retryable_error_is_not_retried(memory: functions.Memory, tmp_path: 
 
 @pytest.mark.slow
 def test_two_workers_reduce_ask_and_fail(resources: Resources, memory: functions.Memory, tmp_path: Path) -> None:
-    """They share a process group, ask early stopping, and the error of one is that of the trial."""
+    """They share a process group, ask whether to continue, and the error of one is that of the trial."""
     if resources.cpus < 2:
         pytest.skip("needs 2 CPUs")
     with on_the_head(1, 2, 9, {"known": [5.0]}) as ask:

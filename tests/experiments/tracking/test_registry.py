@@ -114,21 +114,24 @@ def test_runs_folder_can_be_moved(open_small_grid: OpenGrid, monkeypatch: pytest
         assert "config.yaml" in {file.path for file in client.list_artifacts(result.run_id)}
 
 
-@pytest.mark.parametrize("call", ["log_model_artifacts", "create_model_version", "set_logged_model_tags"])
+@pytest.mark.parametrize(
+    "call", ["create_logged_model", "log_model_artifacts", "create_model_version", "set_logged_model_tags"]
+)
 def test_trial_is_registered_once(
     call: str, open_small_grid: OpenGrid, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLflow is away during the registration; the logger's thread and another start of the trial try again."""
+    """MLflow's answer is lost during the registration; the logger's thread and another start of the trial try again."""
     grid_run, request, fails = open_small_grid(), getattr(MlflowClient, call), [True]
 
-    def fail_once(*arguments: Any, **named: Any) -> Any:
+    def lose_one_answer(*arguments: Any, **named: Any) -> Any:
+        answer = request(*arguments, **named)
         if fails:
             fails.clear()
             raise ConnectionError
-        return request(*arguments, **named)
+        return answer
 
     monkeypatch.setattr(metric_logger, "PAUSE", 0.01)
-    monkeypatch.setattr(MlflowClient, call, fail_once)
+    monkeypatch.setattr(MlflowClient, call, lose_one_answer)
     for resumed in (False, True):
         finish(grid_run, trained.best, resumed)
         assert [(version.name, version.version) for version in versions(grid_run)] == [("small-digits-resnet26_3", 1)]
