@@ -51,19 +51,18 @@ pair_statistics(Tensor center, Tensor around, int kernel_size, int products) -> 
 pair_statistics_backward(Tensor grad_mean, Tensor grad_var, Tensor center, Tensor around, Tensor mean, int kernel_size,
     int products) -> (Tensor, Tensor)
 # a1 = relu(norm(delta)), with the affine form `norm` [3, d]
-# -> its mean [d] and biased covariance [d, d] over all pairs
-pair_covariance(Tensor center, Tensor around, Tensor norm, int kernel_size, int products, bool tf32) -> (Tensor mean,
-    Tensor covariance)
+# -> its mean [d] and biased covariance [d, d] over all pairs. On CPUs only
+pair_covariance(Tensor center, Tensor around, Tensor norm, int kernel_size, int products) -> (Tensor mean, Tensor covariance)
 # -> gradients of center, around, norm
 pair_covariance_backward(Tensor grad_mean, Tensor grad_covariance, Tensor center, Tensor around, Tensor norm, Tensor mean,
-    int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor)
+    int kernel_size, int products) -> (Tensor, Tensor, Tensor)
 # softmax over the footprint of weight2 relu(weight1 a1 + shift2) -> [N, G, K, P] of weight2's type; weight1 [E, d],
 # weight2 [G, E]. If weight1 is empty, there is no hidden layer: the softmax of weight2 a1, weight2 [G, d]. On CPUs only
 pair_weights(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2, Tensor weight2, int kernel_size,
-    int products, bool tf32) -> Tensor
+    int products) -> Tensor
 # -> gradients of center, around, norm, weight1, shift2, weight2
 pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2,
-    Tensor weight2, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+    Tensor weight2, int kernel_size, int products) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 # pair_weights and aggregation in one: y [N, H, W, M], where channel c of beta [N, H, W, M] uses weight channel c % G. On CPUs,
 # all have one type; on GPUs, weights and beta may be half types, and at most 8 value channels may share a weight channel. The
 # weights are not stored, but computed again for the gradients, from each pixel's largest logit (on GPUs, a number near it) and
@@ -74,6 +73,16 @@ attend_pairs(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor s
 attend_pairs_backward(Tensor grad, Tensor y, Tensor softmax, Tensor center, Tensor around, Tensor norm, Tensor weight1,
     Tensor shift2, Tensor weight2, Tensor beta, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor)
+# The same on GPUs with the second norm inside, by the statistics of the batch: u = weight1 a1, and the softmax of
+# weight2 relu((u - mean) / sqrt(var + eps) * norm_weight + norm_bias), all of them float32; only beta may be a half type
+# -> y; mean and biased variance of u over all pairs, [E] each; softmax; mean [d] and covariance [d, d] of a1
+attend_pairs_of_batch(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor norm_weight, Tensor norm_bias,
+    Tensor weight2, Tensor beta, int kernel_size, int products, bool tf32, float eps) -> (Tensor, Tensor mean, Tensor var,
+    Tensor softmax, Tensor input_mean, Tensor covariance)
+# -> gradients of center, around, norm, weight1, norm_weight, norm_bias, weight2, beta
+attend_pairs_of_batch_backward(Tensor grad, Tensor y, Tensor softmax, Tensor input_mean, Tensor covariance, Tensor center,
+    Tensor around, Tensor norm, Tensor weight1, Tensor norm_weight, Tensor norm_bias, Tensor weight2, Tensor beta,
+    int kernel_size, int products, bool tf32, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 
 # Patches: the K values of `around` [N, H, W, R] in the footprint and the pixel's own `center` [N, H, W, C], C = R or 0. Columns
 # of norm [3, columns] and weight [E, columns]: center's channels, then channel c at position o in column C + c * K + o

@@ -278,20 +278,20 @@ AttendGradients attend_backward(const Problem<T>& problem, const Tensor& grad, c
 }
 
 std::tuple<Tensor, Tensor> pair_covariance(const Tensor& center, const Tensor& around, const Tensor& norm,
-                                           int64_t kernel_size, int64_t products, bool) {
+                                           int64_t kernel_size, int64_t products) {
   SAN_SUM_TYPE(center, return covariance(Problem<T>(center, around, norm, kernel_size, products));)
 }
 
 std::tuple<Tensor, Tensor, Tensor> pair_covariance_backward(const Tensor& grad_mean, const Tensor& grad_covariance,
                                                             const Tensor& center, const Tensor& around,
                                                             const Tensor& norm, const Tensor& mean, int64_t kernel_size,
-                                                            int64_t products, bool) {
+                                                            int64_t products) {
   SAN_SUM_TYPE(center, return covariance_backward(Problem<T>(center, around, norm, kernel_size, products), grad_mean,
                                                   grad_covariance, mean);)
 }
 
 Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight1,
-                    const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products, bool) {
+                    const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products) {
   SAN_SUM_TYPE(center, {
     Problem<T> problem(center, around, norm, kernel_size, products);
     problem.take_mapping(weight1, shift2, weight2);
@@ -301,7 +301,7 @@ Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& no
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward(
     const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& around, const Tensor& norm,
-    const Tensor& weight1, const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products, bool) {
+    const Tensor& weight1, const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products) {
   SAN_SUM_TYPE(center, {
     Problem<T> problem(center, around, norm, kernel_size, products);
     problem.take_mapping(weight1, shift2, weight2);

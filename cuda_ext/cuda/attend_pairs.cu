@@ -7,28 +7,11 @@
 // pairs.
 #include <tuple>
 
-#include "pair_gradients.cuh"
+#include "second_norm.cuh"
 #include "values.cuh"
 
 namespace san::cuda {
 namespace {
-
-// The layers as right factors.
-template <class F, class S>
-struct Layers {
-  int G, chunks;        // weight channels, and chunks of S::hidden tiles of hidden channels
-  const F* weight1;     // [chunk][tile of a1][S::hidden]
-  const float* shift2;  // [chunks * 8 * S::hidden]
-  const F* weight2;     // forward [chunk of S::weights][tile of u][S::weights], backward [chunk][tile of gz][S::hidden]
-
-  // u of 16 pairs in one chunk. `right` are the lane's operands of weight1.
-  template <class Activation, class Right>
-  __device__ __forceinline__ void hidden(const Pairs& p, const Team& team, int chunk, const Activation& activation,
-                                         const Right& right, float (&u)[S::hidden][4]) const {
-    first_layer<F, S>(p, activation, right, chunk * p.tiles * S::hidden, shift2 + chunk * 8 * S::hidden + team.column,
-                      u);
-  }
-};
 
 // The layers up to the logits, for a chunk of kTiles tiles of weight channels. Small layers stay in registers.
 template <class F, class S, int kTiles>
@@ -63,30 +46,6 @@ class Logits {
   const Layers<F, S>& layers_;
   const Right<kFirst> weight1_;
   const Right<kSecond> weight2_;
-};
-
-// One call: the inputs of PairWork, and the layers.
-class LayerWork : public PairWork {
- public:
-  const int E, G;
-  const Matrix layer1, layer2;
-
-  template <class S>
-  LayerWork(S, const Tensor& center, const Tensor& around, const Tensor& norm, const Footprint& f,
-            const Tensor& weight1, const Tensor& shift2, const Tensor& weight2)
-      : PairWork(center, around, norm, f, relation_tiles<S>(center)),
-        E(static_cast<int>(weight1.size(0))),
-        G(static_cast<int>(weight2.size(0))),
-        layer1{keep(weight1), E, pairs.d, pairs.d, 1},
-        layer2{keep(weight2), G, E, E, 1},
-        shift2_(shift2) {}
-
-  // Chunks of hidden channels that have this many tiles each.
-  int chunks(int tiles) const { return (E + 8 * tiles - 1) / (8 * tiles); }
-  PaddedVector shift2(int tiles) { return vector(shift2_, chunks(tiles) * 8 * tiles); }
-
- private:
-  const Tensor& shift2_;
 };
 
 // The running maximum and sum of a softmax to base 2.
@@ -347,7 +306,7 @@ struct ValueWork : LayerWork {
         weight2(matrix<F>(layer2.times(1.4426950408889634), kTiles, chunks(S::hidden) * S::hidden)),  // log2(e)
         v(values_of(beta, G, this->weight2.chunks * kTiles)),
         values(*this, beta, f, v, 0),
-        layers{G, chunks(S::hidden), this->weight1.to, this->shift2.to, this->weight2.to} {}
+        layers{chunks(S::hidden), this->weight1.to, this->shift2.to, this->weight2.to} {}
 
   void prepare_all() const { prepare(stream(), center, around, shift2, weight1, weight2, values); }
   // Calls launch(plan, bytes of shared memory) for groups of 16 of these pixels.
@@ -367,188 +326,6 @@ void forward(ValueWork<F, S>& work, const Tensor& y, float* softmax) {
                       work.pairs, work.layers, plan, work.v, work.values.to, Floats(y), softmax);
   });
 }
-
-// gz for the kernels. gz of pixel i and position o starts at (i * K + o) * pitch; it is 0 for pixels that do not exist.
-struct LogitGradients {
-  const float* data;
-  int pitch, tiles;  // channels, and the tiles of 8 that the kernels visit
-  int missing;       // index of the zeros after the last pixel
-
-  __device__ __forceinline__ const float* at(const Pairs& p, int pixel, const Offset& offset) const {
-    const int bytes = pitch * static_cast<int>(sizeof(float));
-    return row_at(row_at(data, pixel, p.positions() * bytes), offset.position, bytes);
-  }
-  __device__ __forceinline__ const float* at(const Pairs& p, const Pixel<false>& pixel, const Offset& offset) const {
-    return at(p, pixel.exists ? pixel.index : missing, offset);
-  }
-  // Two channels of one pair, or one channel of two pairs, as factors.
-  template <class F>
-  __device__ __forceinline__ F two(const float* pair, int channel) const {
-    const auto found = channel < pitch ? Pack<2, float>::load(pair + channel) : Pack<2, float>{};
-    return F::of_rounded(found.data[0], found.data[1]);
-  }
-  template <class F>
-  __device__ __forceinline__ F of_pairs(const float* first, const float* second, int channel) const {
-    return channel < pitch ? F::of_rounded(first[channel], second[channel]) : F(0, 0);
-  }
-};
-
-// Computes the gradient of a1 from gz, for pair_gradient_kernel.
-template <class F, class S>
-struct LayersSource {
-  LogitGradients gz;
-  Layers<F, S> layers;
-  const F* back;  // weight1, transposed: [chunk of a1][tile of u][S::relation]
-
-  template <class Rows, class Activation, int D>
-  __device__ __forceinline__ void add(const Rows& rows, const Team& team, const Offset& offset, int chunk,
-                                      const Activation& activation, float (&g)[D][4]) const {
-    constexpr int KE = S::hidden;
-    const F* right = back + int64_t(chunk) * layers.chunks * KE * D * kWarp + team.lane;
-    const float *upper = gz.at(rows.p, rows.center(0), offset), *lower = gz.at(rows.p, rows.center(1), offset);
-    for_each_tile<(S::is_whole ? 1 : 0)>(layers.chunks, [&](int hidden) {
-      float u[KE][4], gu[KE][4] = {};
-      layers.hidden(rows.p, team, hidden, activation, Loaded<F>{layers.weight1 + team.lane}, u);
-      const F* weight2 = layers.weight2 + int64_t(hidden) * gz.tiles * KE * kWarp + team.lane;
-      for_each_tile<(S::is_whole ? S::weights : 0)>(gz.tiles, [&](int k) {
-        const int channel = 8 * k + team.column;
-        multiply_all(gu, gz.two<F>(upper, channel), gz.two<F>(lower, channel), weight2 + k * KE * kWarp);
-      });
-      SAN_UNROLL
-      for (int e = 0; e < KE; ++e) {
-        if constexpr (!S::is_whole) __syncwarp();  // else the compiler loads all weights at once and spills registers
-        SAN_UNROLL
-        for (int n = 0; n < 4; ++n) gu[e][n] = u[e][n] > 0 ? gu[e][n] : 0;
-        multiply_all(g, F(gu[e][0], gu[e][1]), F(gu[e][2], gu[e][3]), right + (hidden * KE + e) * D * kWarp);
-      }
-    });
-  }
-};
-
-// Tiles of 16 weight channels in a chunk of layer_gradient_kernel.
-template <class S>
-constexpr int kLogitTiles = (S::weights + 1) / 2;
-
-// Layout of a block's partial sums for the gradients of the layers: [strips * 16, chunks * 8 KD] of weight1, [chunks *
-// 16 KG, strips * 16] of weight2 and [strips * 16] of shift2.
-struct Partial {
-  int pitch, width;
-  int64_t weight2, shift2, size;
-
-  template <class S>
-  Partial(S, const Plan& plan)
-      : pitch(plan.chunks * 8 * S::relation),
-        width(plan.strips * 16),
-        weight2(int64_t(width) * pitch),
-        shift2(weight2 + int64_t(plan.chunks) * 16 * kLogitTiles<S> * width),
-        size(shift2 + width) {}
-};
-
-// relu(u) and the gradient of u for 8 pairs as columns and the 16 hidden channels of a strip as rows. `weight1` and
-// `weight2` are left factors: two right factors of 8 rows each.
-template <class F, class S>
-__device__ __forceinline__ void hidden_of_columns(const LogitGradients& gz, const F* weight1, const F* weight2,
-                                                  const float* shift2, const Team& team,
-                                                  const PixelRows<S, false, 1>& pairs, const Offset& offset,
-                                                  float (&u)[4], float (&gu)[4]) {
-  u[0] = u[1] = shift2[team.row], u[2] = u[3] = shift2[8 + team.row];
-  for_each_relation_tile<S>(pairs.p, [&](int c) {
-    float a1[2];
-    pairs.activate(c, a1);
-    multiply(u, weight1[2 * c * kWarp], weight1[(2 * c + 1) * kWarp], F::of_rectified(a1[0], a1[1]));
-  });
-  const float* pair = gz.at(pairs.p, pairs.pixels[0], offset);
-  for_each_tile<(S::is_whole ? S::weights : 0)>(gz.tiles, [&](int k) {
-    multiply(gu, weight2[2 * k * kWarp], weight2[(2 * k + 1) * kWarp], gz.two<F>(pair, 8 * k + team.column));
-  });
-  SAN_UNROLL
-  for (int n = 0; n < 4; ++n) gu[n] = u[n] > 0 ? gu[n] : 0, u[n] = rectified(u[n]);
-}
-
-// Sums over pairs for the gradients of the layers: gu a1^T, gz relu(u)^T and gu. The depth of these products runs over
-// pairs, so left factors have channels as rows. u and its gradient are first computed with hidden channels as rows and
-// pairs as columns, which is already the layout of a left factor. gz and a1 are needed with pairs along rows and along
-// columns, so each is loaded or computed in both layouts.
-//
-// A block computes a strip of 16 hidden channels, and a chunk: KD tiles of a1 and 16 KG weight channels.
-//
-// Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 9 mma for 8 pairs; reads 180 MB; 0.1
-// ms, limited by instruction issue. Measured on an H200: 0.25 ms.
-template <class F, class S>
-__global__ void __launch_bounds__(kTeamThreads, 1)
-    layer_gradient_kernel(Pairs p, LogitGradients gz, Layers<F, S> layers, Plan plan, Partial layout, float* partial) {
-  constexpr int KD = S::relation, KG = kLogitTiles<S>;
-  const Job<false> job(plan);
-  const Team team(plan.warps);
-  const F* weight1 = layers.weight1 + int64_t(job.strip) * p.tiles * 2 * kWarp + team.lane;
-  const F* weight2 = layers.weight2 + int64_t(job.strip) * gz.tiles * 2 * kWarp + team.lane;
-  float to_weight1[KD][4] = {}, to_weight2[KG * 2][4] = {}, to_shift2[2] = {};
-  const int teams = plan.teams();
-  for (int64_t group = int64_t(job.block) * teams + team.index; group * 8 < p.pixels(); group += plan.blocks * teams) {
-    PixelColumns<S> columns(p, team, group * 8);
-    PixelRows<S, false, 1> pairs(p, team, group * 8);
-    for (Offset offset(team, p); offset.position < p.positions(); offset.advance(team.warps, p.kernel_size)) {
-      columns.move(team, offset), pairs.move(team, offset);
-      float u[4], gu[4] = {};
-      hidden_of_columns<F, S>(gz, weight1, weight2, layers.shift2 + job.strip * 16, team, pairs, offset, u, gu);
-      to_shift2[0] += gu[0] + gu[1], to_shift2[1] += gu[2] + gu[3];
-      const F hidden[2] = {F::of_rectified(u[0], u[1]), F::of_rectified(u[2], u[3])}, upper(gu[0], gu[1]),
-              lower(gu[2], gu[3]);
-      const float *first = gz.at(p, columns.pixels[0], offset), *second = gz.at(p, columns.pixels[1], offset);
-      SAN_UNROLL
-      for (int m = 0; m < KG; ++m) {
-        const int channel = (job.chunk * KG + m) * 16 + team.row;
-        const F above = gz.of_pairs<F>(first, second, channel), below = gz.of_pairs<F>(first, second, channel + 8);
-        SAN_UNROLL
-        for (int n = 0; n < 2; ++n) multiply(to_weight2[2 * m + n], above, below, hidden[n]);
-      }
-      SAN_UNROLL
-      for (int c = 0; c < KD; ++c) {
-        const int tile = S::is_whole ? c : job.chunk * KD + c;
-        if (!S::is_whole && tile >= p.tiles) break;
-        const auto a1 = columns.activate(tile);
-        multiply(to_weight1[c], upper, lower, F::of_rectified(a1.data[0], a1.data[1]));
-      }
-    }
-  }
-  float* shared = reinterpret_cast<float*>(shared_memory_base());
-  const Team block(kWarps);
-  sum_over_team(block, shared, to_weight1), sum_over_team(block, shared, to_weight2);
-  sum_over_team(block, shared, to_shift2);
-  if (threadIdx.x >= kWarp) return;
-  float* out = partial + job.block * layout.size;
-  store_sums<KD>(team, to_weight1, out + int64_t(job.strip) * 16 * layout.pitch + job.chunk * KD * 8, layout.pitch);
-  store_sums<2>(team, to_weight2, out + layout.weight2 + int64_t(job.chunk) * KG * 16 * layout.width + job.strip * 16,
-                layout.width);
-  if (job.chunk > 0) return;
-  SAN_UNROLL
-  for (int n = 0; n < 2; ++n) store_row_sums(team, to_shift2[n], out + layout.shift2 + job.strip * 16 + n * 8);
-}
-
-// Copies the parts of Partial to the gradients.
-struct PlaceLayers {
-  struct Part {
-    Floats out;  // [rows, columns]
-    int rows, columns, pitch;
-    int64_t first;
-  };
-  Part parts[3];  // by their first columns
-
-  __device__ __forceinline__ void operator()(int64_t column, const double* sum) const {
-    SAN_UNROLL
-    for (int n = 0; n < 3; ++n) {
-      const Part& part = parts[n];
-      if (column < part.first || (n < 2 && column >= parts[n < 2 ? n + 1 : 0].first)) continue;
-      const int64_t at = column - part.first, row = at / part.pitch, inside = at - row * part.pitch;
-      if (row < part.rows && inside < part.columns) part.out.set(row * part.columns + inside, *sum);
-    }
-  }
-};
-
-struct LayerGradients {
-  PairGradients pairs;
-  Tensor weight1, shift2, weight2, beta;
-};
 
 // Computes gz, and writes the gradient of beta.
 template <class F, class S>
@@ -583,34 +360,17 @@ LogitGradients logit_gradients(ValueWork<F, S>& work, const Tensor& grad, const 
   return {gz, pitch, S::is_whole ? S::weights : tiles_for(work.G), static_cast<int>(p.pixels())};
 }
 
+// The gradients of center, around and norm. `weight1` is the first layer without a norm, `weight2` the second one times
+// the norm's scale, and `terms` are those of ActivationGradient.
 template <class F, class S>
-void backward(ValueWork<F, S>& work, const LogitGradients& gz, LayerGradients& out) {
-  const Pairs& p = work.pairs;
-  const int chunks = work.chunks(S::hidden), hidden_tiles = chunks * S::hidden;
-  const Matrix back1 = work.layer1.transposed(), back2 = work.layer2.transposed();
-  const auto weight2 = work.template matrix<F>(back2, S::hidden, gz.tiles);
-  const auto back = work.template matrix<F>(back1, S::relation, hidden_tiles);
-  // For layer_gradient_kernel.
-  const auto left1 = work.template matrix<F>(work.layer1, 2, p.tiles),
-             left2 = work.template matrix<F>(back2, 2, gz.tiles);
-  const auto left_shift2 = work.LayerWork::shift2(2);
-  prepare(work.stream(), weight2, back, left1, left2, left_shift2);
-  const Layers<F, S> layers{work.G, chunks, work.weight1.to, work.shift2.to, weight2.to};
-  pair_gradients<F, S>(work, LayersSource<F, S>{gz, layers, back.to}, out.pairs);
-  constexpr int KG = kLogitTiles<S>;
-  const int column_chunks = (p.tiles + S::relation - 1) / S::relation,
-            logit_chunks = (work.G + 16 * KG - 1) / (16 * KG);
-  const Plan plan = Plan::for_sums(p, left1.chunks, std::max(column_chunks, logit_chunks));
-  const Partial layout(S(), plan);
-  float* partial = work.take(plan.blocks * layout.size);
-  constexpr size_t kBytes = bytes_of_team_sums(4 * std::max(S::relation, 2 * KG));
-  const Layers<F, S> left{work.G, left1.chunks, left1.to, left_shift2.to, left2.to};
-  SAN_LAUNCH_SHARED((layer_gradient_kernel<F, S>), plan.grid(), kTeamThreads, kBytes, work.stream(), p, gz, left, plan,
-                    layout, partial);
-  const PlaceLayers place{{{Floats(out.weight1), work.E, p.d, layout.pitch, 0},
-                           {Floats(out.weight2), work.G, work.E, layout.width, layout.weight2},
-                           {Floats(out.shift2), 1, work.E, layout.width, layout.shift2}}};
-  sum_rows(PartialSums<float>{partial, layout.size}, plan.blocks, layout.size, place, work.stream());
+void map_gradients(ValueWork<F, S>& work, const LogitGradients& gz, const Matrix& weight1, const Matrix& weight2,
+                   const float* terms, PairGradients& out) {
+  const int chunks = work.chunks(S::hidden);
+  const auto back1 = work.template matrix<F>(weight1.transposed(), S::relation, chunks * S::hidden);
+  const auto back2 = work.template matrix<F>(weight2, S::hidden, gz.tiles);
+  prepare(work.stream(), back1, back2);
+  const Layers<F, S> layers{chunks, work.weight1.to, work.shift2.to, back2.to};
+  pair_gradients(work, ActivationGradient<F, S>{gz, layers, terms, back1.to}, out);
 }
 
 std::tuple<Tensor, Tensor> attend_pairs(const Tensor& center, const Tensor& around, const Tensor& norm,
@@ -632,6 +392,8 @@ std::tuple<Tensor, Tensor> attend_pairs(const Tensor& center, const Tensor& arou
   return {y, softmax};
 }
 
+Tensor zeros_like(const Tensor& x) { return torch::stable::new_zeros(x, x.sizes()); }
+
 using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Backward attend_pairs_backward(const Tensor& grad, const Tensor& y, const Tensor& softmax, const Tensor& center,
@@ -643,16 +405,131 @@ Backward attend_pairs_backward(const Tensor& grad, const Tensor& y, const Tensor
   check_softmax(softmax, center, weight2.size(0));
   check_supported(center, products, weight1.size(0) > 0);
   const OperatorGuard guard("attend_pairs_backward", center);
-  const auto zeros = [](const Tensor& x) { return torch::stable::new_zeros(x, x.sizes()); };
-  LayerGradients out{{center, norm}, zeros(weight1), zeros(shift2), zeros(weight2), zeros(beta)};
+  PairGradients maps(center, norm);
+  const LayerGradients layers{zeros_like(weight1), zeros_like(shift2), zeros_like(weight2)};
+  const Tensor to_beta = zeros_like(beta);
   if (beta.numel() > 0) {
     with_stage(weight2.scalar_type(), tf32, center.size(3), weight1.size(0), weight2.size(0),
                [&]<class F, class S>(F, S stage) {
                  ValueWork<F, S> work(stage, center, around, norm, f, weight1, shift2, weight2, beta);
-                 backward(work, logit_gradients(work, grad, y, softmax, out.beta), out);
+                 const LogitGradients gz = logit_gradients(work, grad, y, softmax, to_beta);
+                 layer_gradients<F, S>(work, gz, layers);
+                 const int64_t terms = 2 * work.shift2.elements;
+                 const PaddedVector none{nullptr, 0, terms, work.take(terms)};
+                 prepare(work.stream(), none);
+                 map_gradients(work, gz, work.layer1, work.layer2.transposed(), none.to, maps);
                });
   }
-  return {out.pairs.center, out.pairs.around, out.pairs.norm, out.weight1, out.shift2, out.weight2, out.beta};
+  return {maps.center, maps.around, maps.norm, layers.weight1, layers.shift2, layers.weight2, to_beta};
+}
+
+// The inputs of attend_pairs_of_batch that are not those of attend_pairs, and the layers with the norm folded in.
+class BatchNorm : public Workspace {
+ public:
+  const SecondNorm norm;
+  Tensor weight1, shift2, mean, var;
+
+  BatchNorm(const Tensor& center, const Tensor& weight1, const Tensor& weight, const Tensor& bias,
+            const Tensor& input_mean, const Tensor& covariance, int64_t pairs, double eps)
+      : Workspace(center),
+        norm{keep_float(weight1),
+             keep_float(weight),
+             keep_float(bias),
+             keep_float(input_mean),
+             keep_float(covariance),
+             static_cast<int>(weight1.size(0)),
+             static_cast<int>(weight1.size(1)),
+             static_cast<double>(pairs),
+             eps},
+        weight1(empty({norm.E, norm.d})),
+        shift2(empty({norm.E})),
+        mean(empty({norm.E})),
+        var(empty({norm.E})) {
+    SAN_LAUNCH_SHARED(fold_norm_kernel, blocks_of_teams(norm.E, 1), kTeamThreads, 0, stream(), norm,
+                      mean.mutable_data_ptr<float>(), var.mutable_data_ptr<float>(),
+                      this->weight1.mutable_data_ptr<float>(), shift2.mutable_data_ptr<float>());
+  }
+};
+
+Footprint check_batch(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight1,
+                      const Tensor& norm_weight, const Tensor& norm_bias, const Tensor& weight2, int64_t kernel_size,
+                      int64_t products) {
+  const Footprint f = check_pairs(center, around, norm, kernel_size, products);
+  check_same(weight1, center, "weight1 and center"), check_same(norm_weight, norm_bias, "norm_weight and norm_bias");
+  STD_TORCH_CHECK(norm_weight.dim() == 1 && norm_weight.numel() == norm_bias.numel(),
+                  "norm_weight and norm_bias must be vectors of one length");
+  check_pair_layers(center, weight1, norm_bias, weight2);
+  check_supported(center, products, weight1.size(0) > 0);
+  return f;
+}
+
+using OfBatch = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+OfBatch attend_pairs_of_batch(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight1,
+                              const Tensor& norm_weight, const Tensor& norm_bias, const Tensor& weight2,
+                              const Tensor& beta, int64_t kernel_size, int64_t products, bool tf32, double eps) {
+  const Footprint f =
+      check_batch(center, around, norm, weight1, norm_weight, norm_bias, weight2, kernel_size, products);
+  check_values({&beta}, center, weight2.size(0));
+  const OperatorGuard guard("attend_pairs_of_batch", center);
+  const int64_t d = center.size(3), E = weight1.size(0), G = weight2.size(0);
+  const bool fast = tf32 || beta.scalar_type() != ScalarType::Float;
+  const auto zeros = [&](const std::vector<int64_t>& shape) { return torch::stable::new_zeros(center, shape); };
+  Tensor y = torch::stable::new_empty(beta, beta.sizes()), input_mean = zeros({d}), covariance = zeros({d, d});
+  Tensor softmax = torch::stable::new_empty(center, {center.size(0), 2, G, f.pixels()});
+  if (y.numel() == 0) return {y, zeros({E}), zeros({E}), softmax, input_mean, covariance};
+  pair_covariance(center, around, norm, f, fast, input_mean, covariance);
+  BatchNorm batch(center, weight1, norm_weight, norm_bias, input_mean, covariance,
+                  center.size(0) * f.pixels() * f.positions(), eps);
+  with_stage(ScalarType::Float, fast, d, E, G, [&]<class F, class S>(F, S stage) {
+    ValueWork<F, S> work(stage, center, around, norm, f, batch.weight1, batch.shift2, weight2, beta);
+    forward(work, y, softmax.mutable_data_ptr<float>());
+  });
+  return {y, batch.mean, batch.var, softmax, input_mean, covariance};
+}
+
+using OfBatchBackward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+OfBatchBackward attend_pairs_of_batch_backward(const Tensor& grad, const Tensor& y, const Tensor& softmax,
+                                               const Tensor& input_mean, const Tensor& covariance, const Tensor& center,
+                                               const Tensor& around, const Tensor& norm, const Tensor& weight1,
+                                               const Tensor& norm_weight, const Tensor& norm_bias,
+                                               const Tensor& weight2, const Tensor& beta, int64_t kernel_size,
+                                               int64_t products, bool tf32, double eps) {
+  const Footprint f =
+      check_batch(center, around, norm, weight1, norm_weight, norm_bias, weight2, kernel_size, products);
+  check_values({&beta, &grad, &y}, center, weight2.size(0)), check_softmax(softmax, center, weight2.size(0));
+  const int64_t d = center.size(3), E = weight1.size(0);
+  check_statistics({&input_mean}, center, {d}), check_statistics({&covariance}, center, {d, d});
+  const OperatorGuard guard("attend_pairs_of_batch_backward", center);
+  PairGradients maps(center, norm);
+  Tensor to_weight1 = zeros_like(weight1), to_weight = zeros_like(norm_weight), to_bias = zeros_like(norm_bias);
+  const LayerGradients layers{zeros_like(weight1), zeros_like(norm_bias), zeros_like(weight2)};
+  const Tensor to_beta = zeros_like(beta);
+  if (beta.numel() > 0) {
+    BatchNorm batch(center, weight1, norm_weight, norm_bias, input_mean, covariance,
+                    center.size(0) * f.pixels() * f.positions(), eps);
+    const bool fast = tf32 || beta.scalar_type() != ScalarType::Float;
+    with_stage(ScalarType::Float, fast, d, E, weight2.size(0), [&]<class F, class S>(F, S stage) {
+      ValueWork<F, S> work(stage, center, around, norm, f, batch.weight1, batch.shift2, weight2, beta);
+      const LogitGradients gz = logit_gradients(work, grad, y, softmax, to_beta);
+      layer_gradients<F, S>(work, gz, layers);
+      const int channels = static_cast<int>(work.shift2.elements);
+      const UnfoldedGradients unfolded{layers.weight1.const_data_ptr<float>(),
+                                       layers.shift2.const_data_ptr<float>(),
+                                       to_weight1.mutable_data_ptr<float>(),
+                                       to_weight.mutable_data_ptr<float>(),
+                                       to_bias.mutable_data_ptr<float>(),
+                                       work.take(E),
+                                       work.take(2 * channels),
+                                       channels};
+      SAN_LAUNCH_SHARED(unfold_norm_kernel, blocks_of_teams(channels, 1), kTeamThreads, 0, work.stream(), batch.norm,
+                        batch.mean.const_data_ptr<float>(), batch.var.const_data_ptr<float>(), unfolded);
+      const Matrix before{work.keep(weight1), work.E, work.pairs.d, work.pairs.d, 1};
+      map_gradients(work, gz, before, work.layer2.transposed().times_rows(unfolded.scale), unfolded.terms, maps);
+    });
+  }
+  return {maps.center, maps.around, maps.norm, to_weight1, to_weight, to_bias, layers.weight2, to_beta};
 }
 
 }  // namespace
@@ -661,4 +538,6 @@ Backward attend_pairs_backward(const Tensor& grad, const Tensor& y, const Tensor
 STABLE_TORCH_LIBRARY_IMPL(SAN_LIBRARY, SAN_DEVICE, m) {
   m.impl("attend_pairs", TORCH_BOX(&san::cuda::attend_pairs));
   m.impl("attend_pairs_backward", TORCH_BOX(&san::cuda::attend_pairs_backward));
+  m.impl("attend_pairs_of_batch", TORCH_BOX(&san::cuda::attend_pairs_of_batch));
+  m.impl("attend_pairs_of_batch_backward", TORCH_BOX(&san::cuda::attend_pairs_of_batch_backward));
 }

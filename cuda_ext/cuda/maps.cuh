@@ -140,21 +140,22 @@ struct PaddedVector {
   __device__ __forceinline__ void write(int64_t index) const { to[index] = index < length ? from[index] : 0; }
 };
 
-// A matrix [rows, columns] with any strides, times a factor. With `symmetric`, the sum of the matrix and its transpose.
+// A matrix [rows, columns] with any strides, times a factor and, if they are given, a factor of each row.
 struct Matrix {
   Floats values;
   int rows, columns;
   int64_t row_stride, column_stride;
   double factor = 1;
-  bool symmetric = false;
+  const float* of_rows = nullptr;
 
-  Matrix transposed() const { return {values, columns, rows, column_stride, row_stride, factor, symmetric}; }
-  Matrix times(double x) const { return {values, rows, columns, row_stride, column_stride, factor * x, symmetric}; }
+  Matrix transposed() const { return {values, columns, rows, column_stride, row_stride, factor}; }
+  Matrix times(double x) const { return {values, rows, columns, row_stride, column_stride, factor * x, of_rows}; }
+  Matrix times_rows(const float* x) const { return {values, rows, columns, row_stride, column_stride, factor, x}; }
 
   __device__ __forceinline__ float at(int row, int column) const {
     if (row >= rows || column >= columns) return 0;
-    const auto value = [&](int i, int j) { return values.get(i * row_stride + j * column_stride); };
-    return static_cast<float>(factor * (value(row, column) + (symmetric ? value(column, row) : 0)));
+    const double x = factor * values.get(row * row_stride + column * column_stride);
+    return static_cast<float>(of_rows == nullptr ? x : x * of_rows[row]);
   }
 };
 

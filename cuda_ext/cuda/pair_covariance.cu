@@ -1,11 +1,9 @@
-// pair_covariance: mean and covariance of a1 over all pairs, forward and backward.
-// Definition: san/ops/fused_reference.py.
+// The mean and covariance of a1 over all pairs, for attend_pairs_of_batch. Definition: pair_covariance in
+// san/ops/fused_reference.py.
 //
-// Forward sums a1 - typical and its products, where `typical` is near the mean, so the sums do not cancel. A block sums
-// its pairs in float32, and blocks are summed in double. Backward multiplies a1 of each pair with a [d, d] matrix.
-#include <tuple>
-
-#include "pair_gradients.cuh"
+// The kernel sums a1 - typical and its products, where `typical` is near the mean, so the sums do not cancel. A block
+// sums its pairs in float32, and blocks are summed in double.
+#include "pairs.cuh"
 
 namespace san::cuda {
 namespace {
@@ -115,7 +113,7 @@ __global__ void covariance_kernel(Pairs p, const double* products, const double*
 }
 
 template <class F, class S>
-void forward(PairWork& work, Tensor& mean, Tensor& covariance) {
+void covariance_of(PairWork& work, const Tensor& mean, const Tensor& covariance) {
   constexpr int KM = kRowTiles<S>, KD = S::relation;
   const Pairs& p = work.pairs;
   prepare(work.stream(), work.center, work.around);
@@ -131,91 +129,14 @@ void forward(PairWork& work, Tensor& mean, Tensor& covariance) {
              covariance.mutable_data_ptr<float>());
 }
 
-// The gradient of a1: constant + matrix a1.
-template <class F, class S>
-struct CovarianceSource {
-  const float* constant;  // [chunks * 8 KD]
-  const F* matrix;        // [chunk][tile of a1][KD], an operand for each lane
-
-  template <class Rows, class Activation, int KD>
-  __device__ __forceinline__ void add(const Rows& rows, const Team& team, const Offset&, int chunk,
-                                      const Activation& activation, float (&g)[KD][4]) const {
-    first_layer<F, S>(rows.p, activation, Loaded<F>{matrix + team.lane}, chunk * rows.p.tiles * KD,
-                      constant + chunk * 8 * KD + team.column, g);
-  }
-};
-
-// constant = (grad_mean - (G + G^T) mean) / pairs, padded with zeros.
-struct ConstantJob {
-  const float *grad_mean, *grad_covariance, *mean;
-  int d;
-  double per_pair;
-  int64_t elements;
-  float* to;
-
-  __device__ __forceinline__ void write(int64_t i) const {
-    double sum = i < d ? grad_mean[i] : 0;
-    for (int64_t j = 0; i < d && j < d; ++j) {
-      sum -= (double(grad_covariance[i * d + j]) + double(grad_covariance[j * d + i])) * mean[j];
-    }
-    to[i] = static_cast<float>(sum * per_pair);
-  }
-};
-
-template <class F, class S>
-void backward(PairWork& work, const Tensor& grad_mean, const Tensor& grad_covariance, const Tensor& mean,
-              PairGradients& out) {
-  const Pairs& p = work.pairs;
-  const int64_t elements = (p.tiles + S::relation - 1) / S::relation * 8 * S::relation;
-  const Floats grads = work.keep(grad_covariance);
-  const auto matrix = work.matrix<F>({grads, p.d, p.d, p.d, 1, 1 / p.count(), true}, S::relation, p.tiles);
-  const ConstantJob constant{work.keep_float(grad_mean),
-                             static_cast<const float*>(grads.data),
-                             work.keep_float(mean),
-                             p.d,
-                             1 / p.count(),
-                             elements,
-                             work.take(elements)};
-  prepare(work.stream(), work.center, work.around, matrix, constant);
-  pair_gradients<F, S>(work, CovarianceSource<F, S>{constant.to, matrix.to}, out);
-}
-
-std::tuple<Tensor, Tensor> pair_covariance(const Tensor& center, const Tensor& around, const Tensor& norm,
-                                           int64_t kernel_size, int64_t products, bool tf32) {
-  const Footprint f = check_pairs(center, around, norm, kernel_size, products);
-  check_supported(center, products);
-  const OperatorGuard guard("pair_covariance", center);
-  const int64_t d = center.size(3);
-  Tensor mean = torch::stable::new_empty(norm, {d}), covariance = torch::stable::new_empty(norm, {d, d});
-  with_stage(ScalarType::Float, tf32, d, 0, 0, [&]<class F, class S>(F, S) {
-    PairWork work(center, around, norm, f, relation_tiles<S>(center));
-    forward<F, S>(work, mean, covariance);
-  });
-  return {mean, covariance};
-}
-
-std::tuple<Tensor, Tensor, Tensor> pair_covariance_backward(const Tensor& grad_mean, const Tensor& grad_covariance,
-                                                            const Tensor& center, const Tensor& around,
-                                                            const Tensor& norm, const Tensor& mean, int64_t kernel_size,
-                                                            int64_t products, bool tf32) {
-  const Footprint f = check_pairs(center, around, norm, kernel_size, products);
-  const int64_t d = center.size(3);
-  check_statistics({&grad_mean, &mean}, center, {d}), check_statistics({&grad_covariance}, center, {d, d});
-  check_supported(center, products);
-  const OperatorGuard guard("pair_covariance_backward", center);
-  PairGradients out(center, norm);
-  if (center.numel() == 0) return {out.center, out.around, out.norm};
-  with_stage(ScalarType::Float, tf32, d, 0, 0, [&]<class F, class S>(F, S) {
-    PairWork work(center, around, norm, f, relation_tiles<S>(center));
-    backward<F, S>(work, grad_mean, grad_covariance, mean, out);
-  });
-  return {out.center, out.around, out.norm};
-}
-
 }  // namespace
-}  // namespace san::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(SAN_LIBRARY, SAN_DEVICE, m) {
-  m.impl("pair_covariance", TORCH_BOX(&san::cuda::pair_covariance));
-  m.impl("pair_covariance_backward", TORCH_BOX(&san::cuda::pair_covariance_backward));
+void pair_covariance(const Tensor& center, const Tensor& around, const Tensor& norm, const Footprint& f, bool tf32,
+                     const Tensor& mean, const Tensor& covariance) {
+  with_stage(ScalarType::Float, tf32, center.size(3), 0, 0, [&]<class F, class S>(F, S) {
+    PairWork work(center, around, norm, f, relation_tiles<S>(center));
+    covariance_of<F, S>(work, mean, covariance);
+  });
 }
+
+}  // namespace san::cuda

@@ -286,4 +286,9 @@ int relation_tiles(const Tensor& center) {
 }
 
 }  // namespace
+
+// The mean [d] and biased covariance [d, d] of a1 over all pairs; in pair_covariance.cu.
+void pair_covariance(const Tensor& center, const Tensor& around, const Tensor& norm, const Footprint& f, bool tf32,
+                     const Tensor& mean, const Tensor& covariance);
+
 }  // namespace san::cuda

@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 from san.nn.folding import kept
 from san.nn.inputs import full_precision
-from san.nn.norm import affine_of, convolve, is_plain, is_pointwise, norm_relu, uses_batch
+from san.nn.norm import (
+    affine_of,
+    convolve,
+    is_plain,
+    is_pointwise,
+    norm_relu,
+    require_several,
+    track,
+    uses_batch,
+    weight_and_bias,
+)
 from san.ops import fused as kernels
 from san.ops.functional import fuses
 
@@ -140,8 +150,25 @@ class Gamma(nn.Sequential):
     def attend_pairs(self, maps: PairMaps, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
         """The weighted sum of beta with the weights of `pair_weights`, [N, M, H, W]. Requires `fuses_pair_values`."""
         maps = maps.dense(beta_NMHW.dtype)
+        norm2 = self[3] if len(self) == 6 else None
+        if isinstance(norm2, nn.BatchNorm2d) and uses_batch(norm2) and fuses("attend_pairs_of_batch", maps.center):
+            return self._attend_pairs_of_batch(maps, norm2, beta_NMHW, kernel_size)
         norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, beta_NMHW.dtype)
         return kernels.attend_pairs(*maps[:2], norm, weight1, shift2, weight2, beta_NMHW, kernel_size, maps.products)
+
+    def _attend_pairs_of_batch(self, maps: PairMaps, norm2: nn.BatchNorm2d, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
+        """The same on GPUs if the second norm uses the statistics of the batch."""
+        (center, around, _), values = maps, _values(maps, kernel_size)
+        require_several(values)
+        norm, linear, last = self._first_norm(maps, kernel_size), self[2], self[5]
+        assert isinstance(linear, nn.Conv2d) and isinstance(last, nn.Conv2d)
+        weight1, weight2 = (_matrix(layer).to(norm.dtype) for layer in (linear, last))
+        weight, bias = (x.to(norm.dtype) for x in weight_and_bias(norm2, norm.dtype, norm.device))
+        y_NMHW, mean, var = kernels.attend_pairs_of_batch(
+            center, around, norm, weight1, weight, bias, weight2, beta_NMHW, kernel_size, norm2.eps
+        )
+        track(norm2, mean if linear.bias is None else mean + linear.bias, var, values)
+        return y_NMHW
 
     def _pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, ...]:
         """norm, weight1, shift2 and weight2 of `pair_weights`."""
@@ -155,21 +182,17 @@ class Gamma(nn.Sequential):
     def _new_pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The same, computed. In evaluation, the result does not depend on the maps."""
         (center, around, products), wide = maps, maps.center.dtype
-        values = center.numel() // center.shape[1] * kernel_size**2
-        norm1, last = self[0], self[-1]
-        assert isinstance(norm1, nn.BatchNorm2d) and isinstance(last, nn.Conv2d)
-        norm = affine_of(norm1, values, wide, lambda: kernels.pair_statistics(center, around, kernel_size, products))
-        weight2 = last.weight.flatten(1)
-        if last.bias is not None and last.bias.requires_grad and torch.is_grad_enabled():
-            weight2 = weight2.add(last.bias[:, None], alpha=0)  # it cancels in the softmax, but DDP expects its gradient, 0
+        norm, last = self._first_norm(maps, kernel_size), self[-1]
+        assert isinstance(last, nn.Conv2d)
+        weight2 = _matrix(last)
         if len(self) == 3:
             return norm, weight2.new_empty(0, 0, dtype=to), norm.new_empty(0), weight2.to(to)
-        linear, norm2 = self[2], self[3]
+        linear, norm2, values = self[2], self[3], _values(maps, kernel_size)
         assert isinstance(linear, nn.Conv2d) and isinstance(norm2, nn.BatchNorm2d)
         weight1, bias = linear.weight.flatten(1).to(wide), linear.bias
 
         def statistics() -> tuple[Tensor, Tensor]:
-            mean, covariance = kernels.pair_covariance(center, around, norm, kernel_size, products, to.itemsize == 2)
+            mean, covariance = kernels.pair_covariance(center, around, norm, kernel_size, products)
             with full_precision(center.device.type):
                 mean, var = torch.mv(weight1, mean), torch.mm(weight1, covariance).mul(weight1).sum(1)
             return mean if bias is None else mean + bias, var
@@ -178,6 +201,13 @@ class Gamma(nn.Sequential):
         if bias is not None:
             mean = mean - bias
         return norm, (weight1 * scale[:, None]).to(to), torch.addcmul(shift, mean, scale, value=-1), weight2.to(to)
+
+    def _first_norm(self, maps: PairMaps, kernel_size: int) -> Tensor:
+        """The affine form of the norm of the relation, [3, d]."""
+        norm1, values = self[0], _values(maps, kernel_size)
+        assert isinstance(norm1, nn.BatchNorm2d)
+        center, around, products = maps
+        return affine_of(norm1, values, center.dtype, lambda: kernels.pair_statistics(center, around, kernel_size, products))
 
     def patch_weights(self, center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int) -> Tensor:
         """gamma of every pixel's patch, [N, G, K, P]. Requires `fuses_patches`; the layers after the first Linear are called.
@@ -243,6 +273,20 @@ class Gamma(nn.Sequential):
             return nn.functional.conv2d(x_NCHW, weight[:, :, None, None], bias)
         weight_N = weight.expand(len(x_NCHW), -1, -1)
         return torch.baddbmm(bias[:, None], weight_N, x_NCHW.flatten(2)).unflatten(2, x_NCHW.shape[2:])
+
+
+def _values(maps: PairMaps, kernel_size: int) -> int:
+    """The number of pairs."""
+    return maps.center.numel() // maps.center.shape[1] * kernel_size**2
+
+
+def _matrix(linear: nn.Conv2d) -> Tensor:
+    """The weight of a 1x1 convolution. Its bias cancels in the norm or softmax that follows, but DDP expects its gradient,
+    0."""
+    weight = linear.weight.flatten(1)
+    if linear.bias is not None and linear.bias.requires_grad and torch.is_grad_enabled():
+        return weight.add(linear.bias[:, None], alpha=0)
+    return weight
 
 
 def _dense(x_NCHW: Tensor, dtype: torch.dtype) -> Tensor:

@@ -49,21 +49,28 @@ def affine_of(norm: nn.BatchNorm2d, values: int, dtype: torch.dtype, statistics:
         ValueError: it needs batch statistics, but there is only one value per channel.
     """
     if uses_batch(norm):
-        _require_several(values)
+        require_several(values)
         mean, var = statistics()
-        if norm.training and norm.track_running_stats:
-            _update_running_stats(norm, mean, var, values)
+        track(norm, mean, var, values)
     else:
         assert norm.running_mean is not None and norm.running_var is not None
         mean, var = norm.running_mean.to(dtype), norm.running_var.to(dtype)
-    weight = torch.ones_like(mean) if norm.weight is None else norm.weight
-    bias = torch.zeros_like(mean) if norm.bias is None else norm.bias
-    return kernels.norm_affine(mean, var, weight, bias, norm.eps)
+    return kernels.norm_affine(mean, var, *weight_and_bias(norm, mean.dtype, mean.device), norm.eps)
+
+
+def weight_and_bias(norm: nn.BatchNorm2d, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Those of the norm or, if it has none, ones and zeros of type `dtype`."""
+    weight = torch.ones(norm.num_features, dtype=dtype, device=device) if norm.weight is None else norm.weight
+    bias = torch.zeros(norm.num_features, dtype=dtype, device=device) if norm.bias is None else norm.bias
+    return weight, bias
 
 
 @torch.no_grad()
-def _update_running_stats(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, values: int) -> None:
-    """As BatchNorm does: running means move towards the batch's; variances are corrected by n / (n - 1)."""
+def track(norm: nn.BatchNorm2d, mean: Tensor, var: Tensor, values: int) -> None:
+    """Updates running statistics as BatchNorm does: running means move towards the batch's; variances are corrected by
+    n / (n - 1)."""
+    if not norm.training or not norm.track_running_stats:
+        return
     tracked = [x for x in (norm.running_mean, norm.running_var, norm.num_batches_tracked) if x is not None]
     if norm.momentum is not None and _tracks_by_kernel(tracked, mean.device):
         kernels.track_statistics(tracked[0], tracked[1], tracked[2], mean, var, values, norm.momentum)
@@ -128,17 +135,16 @@ def _fused_norm_relu(norm: nn.BatchNorm2d, x_NCHW: Tensor, compute: Callable[...
     """The maps that `compute` returns before the statistics; it gets the arguments of `kernels.norm_relu`."""
     values = x_NCHW.numel() // x_NCHW.shape[1]
     if uses_batch(norm):
-        _require_several(values)
-    weight = x_NCHW.new_ones(norm.num_features, dtype=torch.float32) if norm.weight is None else norm.weight
-    bias = x_NCHW.new_zeros(norm.num_features, dtype=torch.float32) if norm.bias is None else norm.bias
+        require_several(values)
+    weight, bias = weight_and_bias(norm, torch.float32, x_NCHW.device)
     statistics = (None, None) if uses_batch(norm) else (norm.running_mean, norm.running_var)
     *maps, mean, var = compute(x_NCHW, weight, bias, *statistics, norm.eps)
-    if norm.training and norm.track_running_stats:
-        _update_running_stats(norm, mean, var, values)
+    track(norm, mean, var, values)
     return tuple(maps)
 
 
-def _require_several(values: int) -> None:
+def require_several(values: int) -> None:
+    """Refuses to compute the statistics of a single value per channel."""
     if values == 1:
         raise ValueError("training BatchNorm needs more than 1 value per channel; use a larger batch, image or footprint")
 

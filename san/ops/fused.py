@@ -1,9 +1,9 @@
 """Fused operators on all pairs (i, j) of a pixel and a pixel of its footprint, and on patches. They store no hidden layer;
-`pair_weights` stores the attention weights, `attend_pairs` and `attend_patches` do not.
+`pair_weights` stores the attention weights, those that attend do not.
 
-They contain no BatchNorm, but take its affine form, [3, channels] (`norm_affine`), computed with `pair_statistics`,
-`pair_covariance` and `patch_statistics`. Maps are [N, C, H, W] and best channels-last. Other shapes: `cuda_ext/schemas.py`;
-formulas: docs/explanation/operators.md.
+Except for `attend_pairs_of_batch`, they contain no BatchNorm, but take its affine form, [3, channels] (`norm_affine`),
+computed with `pair_statistics`, `pair_covariance` and `patch_statistics`. Maps are [N, C, H, W] and best channels-last. Other
+shapes: `cuda_ext/schemas.py`; formulas: docs/explanation/operators.md.
 
 Internal: they do not check their inputs or the chosen backend. `functional.fuses` decides whether `san.nn` calls them.
 """
@@ -46,14 +46,12 @@ def pair_statistics(center_NdHW: Tensor, around_NdHW: Tensor, kernel_size: int, 
 
 
 def pair_covariance(
-    center_NdHW: Tensor, around_NdHW: Tensor, norm_3d: Tensor, kernel_size: int, products: int = 0, half: bool = False
+    center_NdHW: Tensor, around_NdHW: Tensor, norm_3d: Tensor, kernel_size: int, products: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Mean [d] and biased covariance [d, d] over all pairs of a1 = relu(norm(delta)), with delta as in `pair_statistics`.
-
-    With `half`, a GPU may round the factors of products, as for weights of half types.
-    """
+    """Mean [d] and biased covariance [d, d] over all pairs of a1 = relu(norm(delta)), with delta as in `pair_statistics`. On
+    CPUs only."""
     maps = _maps(center_NdHW, around_NdHW, kernel_size)
-    mean, covariance = torch.ops.san.pair_covariance(*maps, norm_3d, kernel_size, products, half or _may_use_tf32())
+    mean, covariance = torch.ops.san.pair_covariance(*maps, norm_3d, kernel_size, products)
     return mean, covariance
 
 
@@ -69,12 +67,12 @@ def pair_weights(
 ) -> Tensor:
     """The softmax over the footprint of weight2 relu(weight1 a1 + shift2), [N, G, K, P], with a1 as in `pair_covariance`.
 
-    Without a hidden layer, weight1 is empty, [0, 0], and weight2 [G, d] is applied to a1. Weights may be half types; the result
-    has the type of weight2.
+    On CPUs only. Without a hidden layer, weight1 is empty, [0, 0], and weight2 [G, d] is applied to a1. Weights may be half
+    types; the result has the type of weight2.
     """
     maps = _maps(center_NdHW, around_NdHW, kernel_size)
     mapping = norm_3d, weight1_Ed, shift2_E, weight2_GE
-    w_NGKP: Tensor = torch.ops.san.pair_weights(*maps, *mapping, kernel_size, products, _may_use_tf32())
+    w_NGKP: Tensor = torch.ops.san.pair_weights(*maps, *mapping, kernel_size, products)
     return w_NGKP
 
 
@@ -95,6 +93,30 @@ def attend_pairs(
     beta_NHWM = beta_NMHW.permute(0, 2, 3, 1)
     y_NHWM, _ = torch.ops.san.attend_pairs(*maps, *mapping, beta_NHWM, kernel_size, products, _may_use_tf32())
     return _in_format_of(beta_NMHW, y_NHWM)
+
+
+def attend_pairs_of_batch(
+    center_NdHW: Tensor,
+    around_NdHW: Tensor,
+    norm_3d: Tensor,
+    weight1_Ed: Tensor,
+    norm_weight_E: Tensor,
+    norm_bias_E: Tensor,
+    weight2_GE: Tensor,
+    beta_NMHW: Tensor,
+    kernel_size: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_pairs` with a BatchNorm between weight1 and the ReLU, by the statistics of the batch; on GPUs only.
+
+    Returns the weighted sum, and the mean and biased variance of weight1 a1 over all pairs, [E] each. Only beta may be a half
+    type.
+    """
+    maps = _maps(center_NdHW, around_NdHW, kernel_size)
+    layers = norm_3d, weight1_Ed, norm_weight_E, norm_bias_E, weight2_GE
+    beta_NHWM = beta_NMHW.permute(0, 2, 3, 1)
+    y_NHWM, mean, var, *_ = torch.ops.san.attend_pairs_of_batch(*maps, *layers, beta_NHWM, kernel_size, 0, _may_use_tf32(), eps)
+    return _in_format_of(beta_NMHW, y_NHWM), mean, var
 
 
 def patch_statistics(center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:

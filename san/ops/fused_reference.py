@@ -47,7 +47,7 @@ def pair_activation(center_NHWd: Tensor, around_NHWd: Tensor, norm_3d: Tensor, k
 
 
 def pair_covariance(
-    center_NHWd: Tensor, around_NHWd: Tensor, norm_3d: Tensor, kernel_size: int, products: int, tf32: bool = False
+    center_NHWd: Tensor, around_NHWd: Tensor, norm_3d: Tensor, kernel_size: int, products: int
 ) -> tuple[Tensor, Tensor]:
     """Mean [d] and biased covariance [d, d] of a1 over all pairs."""
     a1_dM = pair_activation(center_NHWd, around_NHWd, norm_3d, kernel_size, products).transpose(0, 1).flatten(1)
@@ -65,7 +65,6 @@ def pair_weights(
     weight2_GE: Tensor,
     kernel_size: int,
     products: int,
-    tf32: bool = False,
 ) -> Tensor:
     """The attention weights, [N, G, K, P]."""
     hidden = pair_activation(center_NHWd, around_NHWd, norm_3d, kernel_size, products)
@@ -89,6 +88,28 @@ def attend_pairs(
     """The weighted sum of beta with the weights of `pair_weights`, [N, H, W, M]."""
     mapping = norm_3d, weight1_Ed, shift2_E, weight2_GE
     return _aggregated(beta_NHWM, pair_weights(center_NHWd, around_NHWd, *mapping, kernel_size, products), kernel_size)
+
+
+def attend_pairs_of_batch(
+    center_NHWd: Tensor,
+    around_NHWd: Tensor,
+    norm_3d: Tensor,
+    weight1_Ed: Tensor,
+    norm_weight_E: Tensor,
+    norm_bias_E: Tensor,
+    weight2_GE: Tensor,
+    beta_NHWM: Tensor,
+    kernel_size: int,
+    products: int,
+    tf32: bool,
+    eps: float,
+) -> Tensor:
+    """`attend_pairs` with a BatchNorm between its layers, by the statistics of the batch, [N, H, W, M]."""
+    mean_d, covariance_dd = pair_covariance(center_NHWd, around_NHWd, norm_3d, kernel_size, products)
+    mean_E, var_E = weight1_Ed @ mean_d, (weight1_Ed @ covariance_dd * weight1_Ed).sum(1)
+    mean_E, scale_E, shift_E = norm_affine(mean_E, var_E, norm_weight_E, norm_bias_E, eps)
+    layers = norm_3d, scale_E[:, None] * weight1_Ed, shift_E - scale_E * mean_E, weight2_GE
+    return attend_pairs(center_NHWd, around_NHWd, *layers, beta_NHWM, kernel_size, products)
 
 
 def patches(center_NHWC: Tensor, around_NHWR: Tensor, kernel_size: int) -> Tensor:

@@ -175,6 +175,12 @@ def _attend_pairs(center: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return _attended(beta, kernel_size), center.new_empty(N, 2, len(weight2), H * W)
 
 
+def _attend_pairs_of_batch(center: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    (N, H, W, d), (weight2, beta, kernel_size) = center.shape, arguments[5:8]
+    (G, E), beta_like = weight2.shape, _attended(beta, kernel_size)
+    return beta_like, *(center.new_empty(shape) for shape in ((E,), (E,), (N, 2, G, H * W), (d,), (d, d)))
+
+
 def _like_hidden(hidden: Tensor) -> Tensor:
     """An empty map [N, H, W, E], which CPU kernels store as [N, E, H, W]."""
     N, H, W, E = hidden.shape
@@ -242,6 +248,10 @@ def _pair_weights_flops(center: Any, around: Any, norm: Any, weight1: Any, shift
 def _attend_pairs_flops(*arguments: Any) -> int:
     *mapping, beta, kernel_size = arguments[:8]
     return _pair_weights_flops(*mapping, kernel_size) + _aggregation_flops(beta, None, kernel_size)
+
+
+def _attend_pairs_of_batch_flops(*arguments: Any) -> int:
+    return _attend_pairs_flops(*arguments[:5], *arguments[6:9])
 
 
 def _attend_patches_flops(hidden: Any, weight: Any, bias: Any, beta: Any, kernel_size: int, *rest: Any) -> int:
@@ -325,6 +335,17 @@ OPERATORS = (
         differentiable_outputs=1,
         flops=_attend_pairs_flops,
         flops_backward=lambda grad, y, softmax, *inputs: 2 * _attend_pairs_flops(*inputs),
+    ),
+    Operator(
+        name="attend_pairs_of_batch",
+        definition=fused_reference.attend_pairs_of_batch,
+        fake=_attend_pairs_of_batch,
+        fake_backward=lambda grad, y, softmax, mean, covariance, *inputs: _like(inputs[:8]),
+        backward_arguments=lambda inputs, outputs: (*outputs, *inputs),
+        saved_outputs=(0, 3, 4, 5),
+        differentiable_outputs=1,
+        flops=_attend_pairs_of_batch_flops,
+        flops_backward=lambda grad, y, softmax, mean, covariance, *inputs: 2 * _attend_pairs_of_batch_flops(*inputs),
     ),
     Operator(
         name="patch_statistics",

@@ -66,12 +66,12 @@ KERNELS: dict[str, tuple[str, Callable[[Stage], str], Callable[[Stage], float]]]
     ),
     "pairwise, gradients of φ": (
         "attend_pairs.cu",
-        lambda s: pair_gradient(s, "Layers", "false"),
+        lambda s: f"pair_gradient_kernel<Operand<false>, Stage{s.number}, false>",
         lambda s: s.groups,
     ),
     "pairwise, gradients of ψ": (
         "attend_pairs.cu",
-        lambda s: pair_gradient(s, "Layers", "true"),
+        lambda s: f"pair_gradient_kernel<Operand<false>, Stage{s.number}, true>",
         lambda s: s.padded_groups,
     ),
     "pairwise, gradients of the layers": (
@@ -84,22 +84,7 @@ KERNELS: dict[str, tuple[str, Callable[[Stage], str], Callable[[Stage], float]]]
         lambda s: f"gram_kernel<Operand<false>, Stage{s.number}>",
         lambda s: 2 * s.groups,
     ),
-    "pairwise, their gradients of φ": (
-        "pair_covariance.cu",
-        lambda s: pair_gradient(s, "Covariance", "false"),
-        lambda s: s.groups,
-    ),
-    "pairwise, their gradients of ψ": (
-        "pair_covariance.cu",
-        lambda s: pair_gradient(s, "Covariance", "true"),
-        lambda s: s.padded_groups,
-    ),
 }
-
-
-def pair_gradient(stage: Stage, source: str, of_padded: str) -> str:
-    types = f"Operand<false>, Stage{stage.number}"
-    return f"pair_gradient_kernel<{types}, {of_padded}, {source}Source<{types}> >"
 
 
 def compiled(source: str, folder: Path) -> dict[str, Loop]:

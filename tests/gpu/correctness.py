@@ -83,6 +83,10 @@ def swapped(x: Tensor, height: int, width: int) -> Tensor:
     return x.transpose(height, width).contiguous(memory_format=layout).transpose(height, width)
 
 
+def fused_operators(settings: Settings) -> tuple[str, ...]:
+    return cases.ON_GPU if settings.on_gpu else cases.OPERATORS
+
+
 def check_sizes(
     operator: str, precision: str, sizes: cases.Sizes, settings: Settings, times: float = 1, swap: bool = False
 ) -> Row:
@@ -104,6 +108,8 @@ def check_sizes(
 
 def check_fused(operator: str, precisions: Sequence[str], settings: Settings) -> Iterator[Row]:
     """Checks a fused operator at all sizes, on a CPU only at a few."""
+    if operator not in fused_operators(settings):
+        raise SkipCase("needs a GPU")
     sizes = [*SIZES, *STAGES] if settings.on_gpu else SIZES[:3]
     for precision, size in itertools.product(precisions, sizes):
         if settings.on_gpu or operator != "attend_pairs" or PRECISIONS[precision].of_weights is None:  # not on CPUs
@@ -320,7 +326,7 @@ def operator_runs(settings: Settings) -> Iterator[tuple[str, Callable[[], Sequen
     """Yields the forward and backward pass of each operator, with inputs and gradients on the device."""
     namespace = kernels(settings)
     sizes = STAGES[2] if settings.on_gpu else SIZES[1]
-    for fused, tf32 in itertools.product(cases.OPERATORS, (False, True)):
+    for fused, tf32 in itertools.product(fused_operators(settings), (False, True)):
         tensors = tuple(x.to(settings.device) for x in cases.sample(fused, sizes, torch.float32))
         grads = cases.cotangents(cases.computed(fused, tensors, sizes, namespace, tf32))
         run = partial(cases.run_kernels, fused, tensors, sizes, namespace, tf32, grads)
@@ -358,7 +364,7 @@ def in_graph(run: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
 def large_batch(settings: Settings) -> Iterator[Row]:
     """Checks all operators in SAN10's stage 2 at batch 32. The error of sums over pixels grows with their number."""
     sizes = cases.Sizes(32, 56, 56, 7, 18, 16, 8) if settings.on_gpu else SIZES[1]
-    for fused in cases.OPERATORS:
+    for fused in fused_operators(settings):
         yield check_sizes(fused, "float32", sizes, settings, times=10)
     for operator in OPERATORS:
         channels = 64 if operator.name == "aggregation" else 16  # values, or phi and psi
@@ -376,7 +382,7 @@ def second_device(settings: Settings) -> Iterator[Row]:
 
 def small_problems(settings: Settings) -> Iterator[Row]:
     """Checks every operator at a small size, because a sanitizer makes kernels about 100 times slower."""
-    for fused, precision in itertools.product(cases.OPERATORS, ("float32", "tf32")):
+    for fused, precision in itertools.product(fused_operators(settings), ("float32", "tf32")):
         yield check_sizes(fused, precision, SIZES[1], settings)
     for operator in OPERATORS:
         yield check_case(operator, CASES[2], torch.float32, settings)
@@ -419,7 +425,7 @@ NETWORKS = ("san10_pairwise", "san10_patchwise")
 ALL = [
     *(
         _case(f"{operator} {', '.join(precisions)}", partial(check_fused, operator, precisions), priority)
-        for operator in cases.OPERATORS
+        for operator in cases.ON_GPU
         for precisions, priority in ((["float32", "tf32", "bfloat16"], 10), (["float16"], 50))
     ),
     _case("operators", operators, 13),

@@ -18,7 +18,7 @@ import torch
 from cuda_ext import build, schemas
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings
-from tests.gpu.correctness import SIZES, STAGES, checks
+from tests.gpu.correctness import SIZES, STAGES, checks, fused_operators
 from tests.gpu.timing import Call, measure, precision, prepare, summary
 from tests.ops import cases
 
@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, int]] = {
     "20 warps": {"SAN_ATTEND_WARPS": 20},
 }
 SOURCES = ("attend_pairs.cu", "attend_patches.cu", "pair_covariance.cu", "patch_linear.cu")
-OPERATORS = ("attend_pairs", "attend_patches", "pair_covariance", "patch_linear")
+OPERATORS = ("attend_pairs", "attend_pairs_of_batch", "attend_patches", "patch_linear")
 
 
 def compiled(variant: str, settings: Settings) -> Any:
@@ -60,13 +60,14 @@ def compiled(variant: str, settings: Settings) -> Any:
 def tune(variant: str, settings: Settings) -> Iterator[Row]:
     ours = kernels(settings)
     theirs = compiled(variant, settings)
-    for operator in OPERATORS:
+    operators = [operator for operator in OPERATORS if operator in fused_operators(settings)]
+    for operator in operators:
         for sizes in SIZES[:3]:
             tensors = tuple(x.float().to(settings.device) for x in cases.sample(operator, sizes))
             want, found = (cases.run_kernels(operator, tensors, sizes, namespace) for namespace in (ours, theirs))
             yield checks(f"{operator}, {variant}, {sizes}", found, want, [2e-4] * len(want))
     stages = [replace(sizes, batch=32) for sizes in STAGES] if settings.on_gpu else SIZES[1:2]
-    for operator in OPERATORS:
+    for operator in operators:
         for sizes in stages:
             yield from compare(operator, variant, replace(sizes, shares=8), {"ours": ours, variant: theirs}, settings)
 

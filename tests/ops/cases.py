@@ -12,9 +12,13 @@ from torch import Tensor
 from san.ops import fused_reference
 
 KINDS = ("pairwise", "patchwise")
-OPERATORS = ("pair_statistics", "pair_covariance", "attend_pairs", "patch_statistics", "patch_linear", "attend_patches")
-ON_CPU = (*OPERATORS, "pair_weights")
+OPERATORS = ("pair_statistics", "attend_pairs", "patch_statistics", "patch_linear", "attend_patches")
+ON_CPU = (*OPERATORS, "pair_covariance", "pair_weights")
+ON_GPU = (*OPERATORS, "attend_pairs_of_batch")
+ATTENDING = ("attend_pairs", "attend_pairs_of_batch")
 STATISTICS = ("pair_statistics", "patch_statistics")
+PRODUCTS = (*ATTENDING, "patch_linear", "attend_patches")
+"""On a GPU, they may use TF32."""
 Tensors = tuple[Tensor, ...]
 
 
@@ -86,6 +90,9 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
     s, image = sizes, (sizes.batch, sizes.height, sizes.width)
     if operator == "attend_pairs":
         return *sample("pair_weights", sizes, dtype, seed), random(*image, s.weights * s.shares)
+    if operator == "attend_pairs_of_batch":
+        folded = sample("attend_pairs", sizes, dtype, seed)
+        return *folded[:4], random(s.hidden), *folded[4:]
     if operator == "attend_patches":
         hidden, rows = min(max(s.hidden, 1), 64), s.weights * s.footprint**2  # GPUs take at most 64
         layer = random(rows, hidden) / hidden**0.5, random(rows)
@@ -113,7 +120,8 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
 def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:
     """Returns the arguments that follow the tensors."""
     products = () if "patch" in operator else (sizes.products,)
-    return (sizes.footprint, *products, *(() if operator in STATISTICS else (tf32,)))
+    eps = (1e-5,) if operator == "attend_pairs_of_batch" else ()
+    return (sizes.footprint, *products, *((tf32,) if operator in PRODUCTS else ()), *eps)
 
 
 def defined(operator: str, tensors: Tensors, sizes: Sizes) -> Tensors:
@@ -128,7 +136,7 @@ def computed(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any = Non
 
 
 def _defined_outputs(operator: str, outputs: Tensors) -> Tensors:
-    return outputs[:1] if operator == "attend_pairs" else outputs
+    return outputs[:1] if operator in ATTENDING else outputs
 
 
 def with_saved(operator: str, tensors: Tensors, sizes: Sizes, namespace: Any = None, tf32: bool = False) -> Tensors:
@@ -148,6 +156,7 @@ def backward_arguments(
 ) -> tuple[Any, ...]:
     """Returns the arguments of the backward operator: gradients, saved tensors, and the rest. `outputs` are all of them."""
     own = {"pair_weights": (outputs[0], *tensors), "attend_pairs": (*outputs, *tensors)}
+    own["attend_pairs_of_batch"] = outputs[0], *outputs[3:], *tensors
     saved = own.get(operator) or (tensors if operator in ("patch_linear", "attend_patches") else (*tensors, outputs[0]))
     return *grads, *saved, *rest(operator, sizes, tf32)
 
@@ -165,7 +174,8 @@ def run_kernels(
 
 def with_half_weights(operator: str, exact: Tensors, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
     """Returns the tensors with weights and values of a half type, all others in float32, and the same numbers in float64."""
-    weights = {"pair_weights": {3, 5}, "attend_pairs": {3, 5, 6}, "patch_linear": {3}}.get(operator, set())
+    halves = {"pair_weights": {3, 5}, "attend_pairs": {3, 5, 6}, "attend_pairs_of_batch": {7}, "patch_linear": {3}}
+    weights = halves.get(operator, set())
     rounded = tuple(x.to(dtype).double() if i in weights else x for i, x in enumerate(exact))
     return tuple(x.to(dtype if i in weights else torch.float32) for i, x in enumerate(exact)), rounded
 

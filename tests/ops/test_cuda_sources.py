@@ -33,6 +33,8 @@ INSTRUCTIONS = {
         "attend_pairs_kernel<Operand<false>, Stage2, 1>": 233,
         "logit_gradient_kernel<Operand<false>, Stage2, 1>": 219,
         "value_gradient_kernel<Operand<false>, Stage2, 1>": 207,
+        "pair_gradient_kernel<Operand<false>, Stage2, false>": 220,
+        "pair_gradient_kernel<Operand<false>, Stage2, true>": 232,
         "layer_gradient_kernel<Operand<false>, Stage2>": 160,
     },
     "pair_covariance.cu": {"gram_kernel<Operand<false>, Stage2>": 106},

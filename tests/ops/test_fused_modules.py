@@ -24,8 +24,10 @@ import san
 from san import ops
 from san.nn import PairwiseAttention, PatchwiseAttention, SelfAttention
 from san.nn.position import POSITIONS
+from san.ops import library
 from san.ops.functional import fuses
 from tests.nn.kinds import randomize, randomize_vectors
+from tests.ops import cases
 from tests.ops.cases import KINDS
 
 RELATIONS = ("subtraction", "summation", "concatenation", "hadamard")
@@ -105,8 +107,9 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.names.add(func._schema.name)
-        if func.namespace == "san" and func._schema.arguments[-1].name == "tf32":
-            self.tf32[func._opname] = args[-1]
+        names = [argument.name for argument in func._schema.arguments]
+        if func.namespace == "san" and "tf32" in names:
+            self.tf32[func._opname] = args[names.index("tf32")]
         return func(*args, **(kwargs or {}))
 
 
@@ -488,14 +491,6 @@ def test_result_may_be_changed_in_place_on_a_cpu(kind: str) -> None:
     assert torch.equal(*grads)
 
 
-def test_autocast_allows_tf32_in_products_of_attention() -> None:
-    """Factors in bfloat16 would be less exact than in TF32, which is three times as fast as float32 on a GPU."""
-    setting = Setting("pairwise")
-    with Calls() as calls, torch.autocast("cpu", torch.bfloat16):
-        setting.module(torch.float32)(setting.x(torch.float32))
-    assert calls.tf32["pair_covariance"] and not torch.backends.cuda.matmul.allow_tf32
-
-
 SET_TF32: dict[str, Callable[[bool], object]] = {
     "allow_tf32": lambda allowed: setattr(torch.backends.cuda.matmul, "allow_tf32", allowed),
     "set_float32_matmul_precision": lambda allowed: torch.set_float32_matmul_precision("high" if allowed else "highest"),
@@ -517,5 +512,48 @@ def test_operators_obey_the_tf32_setting(setting: str, allowed: bool, restore_tf
     with Calls() as calls:
         for kind in KINDS:
             Setting(kind).module()(Setting(kind).x()).sum().backward()
-    named = ("pair_covariance", "attend_pairs", "patch_linear", "attend_patches")
+    named = ("attend_pairs", "patch_linear", "attend_patches")
     assert calls.tf32 == dict.fromkeys((f"{name}{suffix}" for name in named for suffix in ("", "_backward")), allowed)
+
+
+@pytest.fixture
+def with_operators_of_gpus(shim: Any) -> Iterator[None]:
+    """Operators that only GPUs have also run on CPUs, through the shim."""
+    kernels = torch.library.Library("san", "IMPL")
+    for name in ("attend_pairs_of_batch", "attend_pairs_of_batch_backward"):
+        kernels.impl(name, getattr(shim, name), "CPU")
+    yield
+    del kernels
+    assert not library.has("attend_pairs_of_batch", "cpu")
+
+
+@pytest.mark.parametrize("change", ["", "momentum=None", "affine=False", "bias of a Linear layer", "zero"])
+def test_norm_inside_the_operator_of_gpus(change: str, with_operators_of_gpus: None) -> None:
+    module, x = Setting("pairwise").module(torch.float32), Setting("pairwise").x(torch.float32)
+    gamma = module.gamma
+    if change == "momentum=None":
+        gamma[3].momentum = None
+    elif change == "affine=False":
+        gamma[3].weight = gamma[3].bias = None
+    elif change == "bias of a Linear layer":
+        gamma[2].bias = nn.Parameter(torch.randn(gamma[2].out_channels))
+    elif change == "zero":
+        nn.init.zeros_(gamma[3].weight)
+    with Calls() as calls:
+        ours = results(module, x)
+    assert "san::attend_pairs_of_batch_backward" in calls.names and "san::pair_covariance" not in calls.names
+    assert_close(ours, results(copy.deepcopy(module).double(), x.double(), "reference"), 1e-5, 1e-4)
+
+
+def test_norm_inside_the_operator_is_differentiable_twice(with_operators_of_gpus: None) -> None:
+    module, x = Setting("pairwise").module(torch.float32), Setting("pairwise").x(torch.float32).requires_grad_()
+    with pytest.warns(UserWarning, match="create_graph"):
+        ours = penalty(module, x)
+    with ops.backend("reference"):
+        assert_close(ours, penalty(copy.deepcopy(module).double(), x.double().detach().requires_grad_()), 1e-4, 1e-3)
+
+
+def test_opcheck_of_the_operator_of_gpus(with_operators_of_gpus: None) -> None:
+    tensors = [x.requires_grad_() for x in cases.sample("attend_pairs_of_batch", dtype=torch.float32)]
+    rest = cases.rest("attend_pairs_of_batch", cases.Sizes())
+    torch.library.opcheck(torch.ops.san.attend_pairs_of_batch.default, (*tensors, *rest))
