@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.gpu import build, cores, correctness, graphs, kernels, loader, models, network, system, training, tune
+from tests.gpu import build, cores, correctness, graphs, kernels, limits, loader, models, network, system, training, tune
 from tests.gpu.case import Case, Settings
 
 
@@ -19,6 +19,7 @@ def all_cases(settings: Settings) -> list[Case]:
         *kernels.ALL,
         *network.ALL,
         *tune.ALL,
+        *limits.ALL,
         *loader.ALL,
         *training.ALL,
         *system.ALL,

@@ -33,6 +33,7 @@ def report(records: Sequence[Row]) -> str:
         _kernels(records),
         _network(records),
         _tune(records),
+        _limits(records),
         _loader(records),
         _training(records),
     )
@@ -155,6 +156,15 @@ def _tune(records: Sequence[Row]) -> str:
         lines.append([*key, ranged(best["ms"]["ours"], 3), best["variant"], ranged(best["times_ours"][best["variant"]])])
     heading = ["operator", "direction", "sizes", "ms", "fastest variant", "its time / ours"]
     return table("Other values of `cuda/tuning.h`, TF32", heading, lines)
+
+
+def _limits(records: Sequence[Row]) -> str:
+    lines = []
+    for row in rows(records, "tune"):
+        if "limit" in row:
+            busy = max(row["busy"].values(), default=0.0)
+            lines.append([row["kernel"], f"{row['metrics'].get('Duration', 0) / 1000:.1f}", row["limit"], f"{busy:.0f}%"])
+    return table("What limits each kernel (`ncu`)", ["kernel", "µs", "limit", "busiest unit"], lines)
 
 
 def _loader(records: Sequence[Row]) -> str:

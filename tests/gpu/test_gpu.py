@@ -54,6 +54,25 @@ def test_records_of_cases_that_crash_hang_or_fail(tmp_path: Path) -> None:
     assert all(f"| loader/{name} | {status} |" in report(records) for name, (status, _) in found.items())
 
 
+NCU = """\
+==PROF== Connected to process 7
+"ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value","Rule Name","Rule Description"
+"0","gram_kernel","GPU Speed Of Light Throughput","Duration","ns","130,048","",""
+"0","gram_kernel","GPU Speed Of Light Throughput","DRAM Throughput","%","12.5","",""
+"0","gram_kernel","Compute Workload Analysis","Issue Slots Busy","%","71.25","",""
+"1","gram_kernel","GPU Speed Of Light Throughput","DRAM Throughput","%","20","",""
+"1","gram_kernel","Warp State Statistics","","","","CPIStall","Each warp is stalled for 6.5 cycles, waiting for memory."
+"""
+
+
+def test_limit_of_a_kernel_from_the_output_of_ncu() -> None:
+    from tests.gpu.limits import by_kernel
+
+    busy, waiting = by_kernel(NCU.splitlines())
+    assert (busy["limit"], busy["metrics"]["Duration"], busy["why"]) == ("instruction issue", 130048, [])
+    assert waiting["limit"] == "latency" and "6.5 cycles" in waiting["why"][0]
+
+
 HERE = {
     "correctness/attend_pairs float32, tf32, bfloat16": "check",
     "correctness/same bits in deterministic mode": "check",
@@ -67,6 +86,7 @@ HERE = {
     "network/san10_patchwise tf32": "variant",
     "network/san10_patchwise compiled": "variant",
     "tune/256 threads": "variant",
+    "tune/launches": "operator",
     "loader/training": "threads",
     "system/doctor": "what",
 }
