@@ -1,4 +1,4 @@
-"""The commands for checkpoints: `san convert`, `evaluate`, `predict`, `robustness` and `attention`."""
+"""The commands for checkpoints: `san convert`, `evaluate`, `predict`, `robustness`, `attention` and `attention-page`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention weights in pictures, for `san attention`: PNG files, and one interactive HTML page of all layers and pixels."""
+"""Attention weights as pictures: PNG files for `san attention`, and the interactive page of `san attention-page`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`san plan`: which trials a grid would train, in which order, how many at a time, and for how long."""
+"""What a grid lacks, for `san plan` and `san run`: trials to train, in which order and for how long, and measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the recipe: optimizer, learning rate, mixup, CutMix, random erasing, averaged model, frozen parts."""
+"""Parts of the recipe: optimizer, learning rate, mixup, CutMix, random erasing, frozen parts."""
 
 from __future__ import annotations
 
