@@ -43,7 +43,7 @@ def run(grid_run: GridRun, address: str | None) -> bool:
     files, complete = print_report(grid_run, results, has_page=True)
     try:
         prepare(grid_run)
-        grid_run.tracker.log_report(files, grid_run.suffix[1:] or None, complete and grid_run.wanted == grid_run.trials)
+        grid_run.tracker.log_report(files, grid_run.suffix[1:] or None, complete and grid_run.selected == grid_run.trials)
     except TrackerError as error:
         click.echo(f"the report in MLflow was not updated: {error}", err=True)
     return complete
@@ -141,7 +141,7 @@ def print_unfinished(grid_run: GridRun, results: Mapping[str, Result]) -> bool:
             err=True,
         )
     unmeasured = missing_measurements(grid_run, results)
-    unfinished = [trial.name for trial in grid_run.wanted if not is_done(grid_run, results, trial) or trial.key in unmeasured]
+    unfinished = [trial.name for trial in grid_run.selected if not is_done(grid_run, results, trial) or trial.key in unmeasured]
     if unfinished:
         request = grid_run.request
         click.echo(f"not finished: {', '.join(unfinished)}; to resume, run `{request.with_runs(request.command)}`", err=True)

@@ -271,7 +271,7 @@ def _grid(grid: int, side: int, layer: str) -> list[tuple[int, int]]:
     return [(row, column) for row in centers for column in centers]
 
 
-def in_words(attention: Attention) -> str:
+def attention_in_words(attention: Attention) -> str:
     """Describes the weights."""
     G, K, n = attention.weight_GKn.shape
     k, (H, W), (row, column), side = attention.footprint, attention.map, attention.pixels[0], math.isqrt(n)

@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from experiments.config.config import TrialConfig, flat, merged, model_errors, schema_errors
-from experiments.config.expand import anchored, parse_override, profile_path, read_profile
+from experiments.config.expand import parse_override, profile_path, read_profile, with_absolute_paths
 from experiments.errors import UserError
 from experiments.runs.store import LocalStore
 from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
@@ -115,7 +115,7 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
-    changes = anchored(merged({}, *map(parse_override, overrides)), Path.cwd())
+    changes = with_absolute_paths(merged({}, *map(parse_override, overrides)), Path.cwd())
     for key in flat(changes):
         if not key.startswith(("data.", "model.")) and key not in ALLOWED_OVERRIDES:
             raise UserError(

@@ -95,14 +95,14 @@ def table_rows(grid_run: GridRun, results: Mapping[str, Result]) -> list[TableRo
     paper = {} if grid.table is None else paper_rows(grid.table)
     counts = counts_of_trained(trials) if grid.table is None else counts_at_paper_setting(grid_run.full_size)
     configs = {trial.row: trial.config for trial in trials}
-    settings = {row: {key: _setting(value_at(config, key)) for key in grid.product} for row, config in configs.items()}
+    settings = {row: {key: _as_in_a_grid(value_at(config, key)) for key in grid.product} for row, config in configs.items()}
     return [
         _table_row(row.id, trials, results, paper.get(row.id, PaperRow()), counts.get(row.id), settings.get(row.id, {}))
         for row in grid.rows
     ]
 
 
-def _setting(value: object) -> str:
+def _as_in_a_grid(value: object) -> str:
     """A value as in a grid file."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 

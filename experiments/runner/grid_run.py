@@ -62,8 +62,8 @@ class GridRun:
         return f"{self.name}-{self.profile}{self.suffix}"
 
     @property
-    def wanted(self) -> tuple[Trial, ...]:
-        """The trials to train."""
+    def selected(self) -> tuple[Trial, ...]:
+        """The trials of the rows in `--only`; without it, all."""
         only = self.request.only
         return tuple(trial for trial in self.trials if not only or trial.row in only)
 
@@ -76,8 +76,8 @@ class GridRun:
     @property
     def placement(self) -> Placement:
         """What each trial takes; a grid cannot change it from row to row."""
-        wanted = self.trials[0].config.resources
-        return Placement(wanted.workers, wanted.cpus, wanted.gpus)
+        resources = self.trials[0].config.resources
+        return Placement(resources.workers, resources.cpus, resources.gpus)
 
 
 def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
@@ -107,8 +107,8 @@ def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
             which = f"row {row}: " if len(apart) > 1 else ""
             raise UserError(f"{grid}: {which}{error}") from None
     digests = {init: init_digest(init, request.runs) for init in {config.recipe.init for config in configs.values()}}
-    wanted = {row: config for row, config in configs.items() if not request.only or row in request.only}
-    tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in wanted.items() if c.recipe.init is not None}
+    selected = {row: config for row, config in configs.items() if not request.only or row in request.only}
+    tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in selected.items() if c.recipe.init is not None}
     for done in dict.fromkeys(_initialized(request, row, config, digests) for row, config in tuned.values()):
         print_status(done)
     trials = tuple(

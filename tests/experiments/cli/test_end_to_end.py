@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster import ReportFn
 from cluster.session import only_session
 from experiments.cli.run import run
 from experiments.config.grid import GridRequest, Trial
@@ -21,7 +22,6 @@ from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import missing_measurements
 from experiments.runs.workspace import Workspace
 from experiments.training import trainer
-from experiments.training.reporter import ReportFn
 from experiments.training.trainer import run_trial
 from tests.cluster.test_supervision import AGENTS, MARK, wait_until_gone
 from tests.experiments.conftest import SMALL_GRID, OpenGrid, WriteGrid
@@ -106,7 +106,7 @@ def test_ray_stops_trials_early_and_measures_the_others(start: Start, write_grid
         assert driver.finish() == 0, driver.said
     grid_run = open_grid_run(GridRequest(grid, "digits", (), tmp_path / "runs"))
     results = known_results(grid_run)
-    stopped_at = {trial.name: results[trial.key].stopped_at for trial in grid_run.wanted}
+    stopped_at = {trial.name: results[trial.key].stopped_at for trial in grid_run.selected}
     assert stopped_at["lr1e-9"] == stopped_at["lr1e-9-seed1"] == 2
     assert None in stopped_at.values() and missing_measurements(grid_run, results) == {}
 

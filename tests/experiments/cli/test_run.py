@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import san
-from cluster import Node, Resources
+from cluster import Node, ReportFn, Resources
 from cluster.errors import LostError
 from experiments.cli.run import run, study
 from experiments.config.config import PROJECT_DIR, flat
@@ -29,7 +29,6 @@ from experiments.runs.claims import claimed_trials
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result, TrackerError
 from experiments.tracking.tracker import Tracker
-from experiments.training.reporter import ReportFn
 from san.models.registry import VARIANTS
 from tests.experiments.conftest import OpenGrid, San, WriteGrid
 from tests.experiments.samples import EPOCH, runs_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import san
-from experiments.evaluation.attention import Attention, between_channels, compute_attention, in_words, open_image
+from experiments.evaluation.attention import Attention, attention_in_words, between_channels, compute_attention, open_image
 from experiments.evaluation.evaluate import LoadedModel, open_checkpoint
 from san import ops
 from tests.experiments.conftest import Rejected, San, captured_san
@@ -120,7 +120,7 @@ def test_layer_by_default_number_and_name(files: Path) -> None:
         attention = look_at(files, "pairwise", layer=layer)
         assert attention.layer == f"{name}.attention"
         is_narrow = name.startswith("stage1")
-        assert ("only one channel" in in_words(attention)) == (len(attention.weight_GKn) == 1) == is_narrow, layer
+        assert ("only one channel" in attention_in_words(attention)) == (len(attention.weight_GKn) == 1) == is_narrow, layer
 
 
 @given(st.integers(1, 4), st.integers(2, 9), st.integers(1, 3), st.integers(0, 99))

@@ -70,7 +70,7 @@ def test_grid_continues_from_the_key_of_a_trial(trained: Trained) -> None:
     request = trained.grid_run.request
     init = f"recipe.init={trained.trial.key}"
     again = open_grid_run(replace(request, overrides=(*request.overrides, "recipe.epochs=7", init), only=("pairwise_3",)))
-    (trial,) = again.wanted
+    (trial,) = again.selected
     assert trial.config.recipe.init == trained.trial.key and trial.init_digest and trial.key != trained.trial.key
     with pytest.raises(UserError, match=r"recipe\.init=0123456789ab: .* no such file, and no checkpoints of trial"):
         open_grid_run(replace(request, overrides=(*request.overrides, "recipe.init=0123456789ab")))
