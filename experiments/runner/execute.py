@@ -16,7 +16,7 @@ from cluster.interrupt import interruptible
 from cluster.serial import sweep as serial_sweep
 from experiments.config.grid import Trial
 from experiments.errors import MachineError, UserError
-from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
+from experiments.runner.grid_run import GridRun, check_init, is_done, is_finished, known_results, print_status
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import concurrency_in_words, images_in_words, missing_measurements, to_train
 from experiments.runner.progress import Progress, duration, trial_count
@@ -96,6 +96,7 @@ def _require_one_process(grid_run: GridRun, address: str | None) -> None:
 def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains trials that no other process is training. Returns the keys of the trials that did not fail."""
     start, store = time.monotonic(), grid_run.workspace.store
+    check_init(grid_run, missing.values())
     with _on_cluster(grid_run, address) as cluster:
         if cluster.is_local:  # Fail before any trial starts if none can run.
             training_device(grid_run.trials[0].config)

@@ -12,7 +12,7 @@ from experiments.config.config import flat
 from experiments.config.grid import LATER_FIELDS, Trial
 from experiments.evaluation.robustness import PROTOCOLS
 from experiments.paper.tables import count, note_on_missing_rows
-from experiments.runner.grid_run import GridRun, finished_trials, is_done, known_results
+from experiments.runner.grid_run import GridRun, check_init, finished_trials, is_done, known_results
 from experiments.runner.measure import MeasureTask
 from experiments.runner.progress import duration, trial_count
 from experiments.tracking import Result
@@ -59,7 +59,9 @@ def plan(grid_run: GridRun) -> list[PlannedTrial]:
 
     for trial in done:
         add(trial, results[trial.key].finished, results[trial.key].stopped_at, None)
-    for first, hours in to_train(grid_run, results):
+    missing = to_train(grid_run, results)
+    check_init(grid_run, (trial for trial, _ in missing))
+    for first, hours in missing:
         add(first, False, None, hours)
         for trial in alike[first.key][1:]:  # trained once
             add(trial, False, None, None, first.name)

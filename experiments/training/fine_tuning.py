@@ -34,14 +34,15 @@ def init_digest(init: str | None, runs: str | Path | None) -> str:
         return _digest(file)
 
 
-def initialize(model: BaseModel, init: str, digest: str, runs: str | Path | None, classes: Sequence[str]) -> str:
+def initialize(model: BaseModel, init: str, digest: str | None, runs: str | Path | None, classes: Sequence[str]) -> str:
     """Loads the weights of `recipe.init`, except the classifier if it is for other classes than these. Says what was done.
+    `digest` is what the file had when the trial was planned; None if it has just been computed.
 
     Raises:
         UserError: the weights have another digest, are of another model, or there are none.
     """
     with _weights(init, runs) as file:
-        if _digest(file) != digest:
+        if digest is not None and _digest(file) != digest:
             raise UserError("changed since the trial was started; restore the file, or start the grid again")
         source = _read(file, model.spec)
         _require_same_function(model.spec, source.spec)
