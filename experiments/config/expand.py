@@ -236,7 +236,7 @@ def _raise_all(path: Path, errors: Iterable[str]) -> None:
 
 def _grid_errors(grid: Grid, tables: Collection[str]) -> Iterator[str]:
     if grid.table is not None and grid.table not in tables:
-        yield f"table: unknown table {grid.table!r}; tables of the paper: {', '.join(tables)}"
+        yield f"table: unknown table {grid.table!r}; {choices('tables of the paper', grid.table, tables)}"
     if grid.robustness is not None and grid.table not in (None, grid.robustness):
         yield f"table: {grid.table!r} has no results for `robustness: {grid.robustness}`; leave out `table` or `robustness`"
     if grid.robustness is None and grid.table in get_args(ProtocolName):

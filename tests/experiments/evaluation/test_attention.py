@@ -164,7 +164,7 @@ def test_rejects(files: Path, rejected: Rejected, monkeypatch: pytest.MonkeyPatc
         (["san10_pairwise.pt", "colours.png", "--pixel", "3"], "--pixel 3: not ROW,COL"),
         (["san10_pairwise.pt", "colours.png", "--pixel", "3,3", "--grid", "2"], "both `--pixel` and `--grid`"),
         (["san10_pairwise.pt", "colours.png", "--grid", "7"], "at most 6"),
-        (["san10_pairwise.pt", "colours.png", "--layer", "3"], "1 stage1.blocks.1.attention"),
+        (["san10_pairwise.pt", "colours.png", "--layer", "stage1.block.1"], "did you mean `stage1.blocks.1.attention`?"),
         (["san10_pairwise.pt", "colours.png", "--out", "a.jpg"], "--out a.jpg: "),
         (["san10_pairwise.pt", "colours.png", "--out", "none/a.png"], "none/a.png: cannot write"),
         (["resnet26.pt", "colours.png"], "resnet26 has no attention layers"),
