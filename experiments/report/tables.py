@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from experiments.config.config import flat
 from experiments.config.grid import Trial
 from experiments.evaluation.robustness import PROTOCOLS, TITLES
-from experiments.paper.tables import note_on_missing_rows, paper_numbers
+from experiments.paper.tables import note_on_missing_rows
 from experiments.report import interval
-from experiments.report.data import Measurement, TableRow, counts_of_trained, grid_measurements, has_small_networks, table_rows
+from experiments.report.data import GridReport, Measurement, TableRow, counts_of_trained, has_small_networks
 from experiments.runner.grid_run import GridRun, is_finished
 from experiments.tracking import Result
 from experiments.tracking.results_file import METRICS
@@ -198,24 +198,10 @@ def _trial_settings(trial: Trial) -> dict[str, Any]:
     return {"key": trial.key, "trial": trial.name, "row": trial.row, "seed": trial.seed} | values
 
 
-def measurements_of(grid_run: GridRun, results: Mapping[str, Result]) -> list[Measurement]:
-    """The measurements of a grid that names a protocol; empty for other grids."""
-    if grid_run.grid.robustness is None:
-        return []
-    paper = paper_numbers(grid_run.grid.table) if grid_run.grid.table else {}
-    return grid_measurements(PROTOCOLS[grid_run.grid.robustness], grid_run.trials, results, paper)
-
-
-def records_of(grid_run: GridRun, results: Mapping[str, Result]) -> Sequence[TableRow | Measurement]:
-    """The records of the grid's printed table."""
-    return measurements_of(grid_run, results) if grid_run.grid.robustness else table_rows(grid_run, results)
-
-
-def tables(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, str]:
+def tables(report: GridReport) -> dict[str, str]:
     """The grid's table in each format: text, markdown, latex, csv."""
-    measured, rows = measurements_of(grid_run, results), table_rows(grid_run, results)
-    table = protocol_table(measured) if grid_run.grid.robustness else grid_table(rows)
-    return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(measured or rows)}
+    table = protocol_table(report.measurements) if report.measurements else grid_table(report.rows)
+    return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(report.records)}
 
 
 def caption(grid_run: GridRun) -> str:

@@ -135,13 +135,13 @@ def test_interrupted_grid_saves_its_work_and_resumes(
     monkeypatch.setattr(execute, "run_trial", interrupted_in_the_second)
     monkeypatch.setattr(trainer, "SECONDS_BETWEEN_CHECKS", -1.0)
     with pytest.raises(KeyboardInterrupt):
-        run(grid_run, None)
+        run(grid_run.request, None)
     assert len(started) == 2
     assert re.search(rf"{started[1]} saved at epoch [12]/2, step ", capsys.readouterr().err)
     assert sorted(found.info.status for found in runs_of(grid_run)) == ["FINISHED", "KILLED"]
 
     monkeypatch.setattr(execute, "run_trial", run_trial)
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     assert re.search("3 trials, 1 already finished, 2 to train", capsys.readouterr().err)
     (interrupted,) = (trial for trial in grid_run.trials if trial.row == started[1])
     assert "resuming from epoch-000" in grid_run.workspace.log(interrupted).read_text()
