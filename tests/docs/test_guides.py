@@ -22,7 +22,7 @@ import mlflow
 import pytest
 import yaml
 
-from experiments.cli import cli, main
+from experiments.cli.commands import cli, main
 from experiments.config.config import TrialConfig, keys_at
 from experiments.config.expand import expand, read_grid
 from experiments.config.grid import GridRequest
