@@ -83,7 +83,8 @@ class GridRun:
 def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
     """Reads and checks everything that a grid needs: its file, every row, the images, the bucket if the runs are in one.
 
-    With `writes` false, a missing embedded dataset is not written.
+    With `writes` false, a missing embedded dataset is not written. Of `recipe.init`, only the digest is computed, for the keys;
+    `check_init` loads the weights.
 
     Raises:
         UserError: mistakes in the grid, the profile and the overrides, with their places; a password in an address.
