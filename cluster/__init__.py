@@ -8,7 +8,7 @@ This file does not import Ray, which takes a second. Import `cluster.session`, `
 
 from cluster.errors import ClusterError
 from cluster.placement import Node, Placement, Resources, available_cpus, concurrency, this_machine, workers_that_fit
-from cluster.serial import Observer, Outcome
+from cluster.serial import Observer, Outcome, ReportFn
 
 __all__ = [
     "ClusterError",
@@ -16,6 +16,7 @@ __all__ = [
     "Observer",
     "Outcome",
     "Placement",
+    "ReportFn",
     "Resources",
     "available_cpus",
     "concurrency",

@@ -89,7 +89,7 @@ def sweep(
     with session() as available:
         concurrency(placement, available)
         queue = _Queue(values, placement, is_interrupted)
-        follower = _Follower(observer, queue)
+        collector = _OutcomeCollector(observer, queue)
         trainable = _trainable(function, dict(values), placement, str(storage), non_retryable, fatal)
         tuner = ray.tune.Tuner(
             ray.tune.with_resources(trainable, _trial_resources(placement)),
@@ -99,7 +99,7 @@ def sweep(
                 storage_path=str(storage),
                 failure_config=ray.tune.FailureConfig(max_failures=retries),
                 verbose=0,
-                callbacks=[follower, _WaitNotice(observer, placement), _Silent()],
+                callbacks=[collector, _WaitNotice(observer, placement), _Silent()],
             ),
         )
         try:
@@ -111,9 +111,9 @@ def sweep(
             if isinstance(error.__cause__, ray.exceptions.OutOfMemoryError):  # which Tune does not handle
                 raise LostError(_OUT_OF_MEMORY) from None
             raise
-        if follower.fatal is not None:
-            raise ClusterError(follower.fatal)
-    return {key: follower.outcomes[key] for key in values}
+        if collector.fatal is not None:
+            raise ClusterError(collector.fatal)
+    return {key: collector.outcomes[key] for key in values}
 
 
 def _trial_resources(placement: Placement) -> dict[str, float]:
@@ -287,7 +287,7 @@ class _Silent(TrialProgressCallback):
     def _print(self, msg: str) -> None: ...
 
 
-class _Follower(_NotPickled, ray.tune.Callback):
+class _OutcomeCollector(_NotPickled, ray.tune.Callback):
     """Passes Tune's events to the observer, and collects how the trials end."""
 
     def __init__(self, observer: Observer, queue: _Queue) -> None:

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import san
-from experiments.cli import cli
+from experiments.cli.commands import cli
 from experiments.config import grid
 from experiments.config.config import CheckpointingConfig, DataConfig, EngineConfig, RecipeConfig, ResourcesConfig
 from san.models.pretrained import WEIGHTS, WEIGHTS_DIR, read_config

@@ -10,7 +10,7 @@ PACKAGES = ("san", "cuda_ext", "pipelines", "cluster", "experiments")
 def main() -> None:
     """Runs the command, or prints which package is missing."""
     try:
-        from experiments.cli import main as command
+        from experiments.cli.commands import main as command
 
         command()
     except ModuleNotFoundError as error:

@@ -26,6 +26,12 @@ def decoding_threads(cpus: int) -> int:
     return max(min(cpus, 2), cpus - 1)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copies a CPU tensor to a device, for a GPU without waiting for it."""
+    # The copy runs on the caller's stream, so later kernels see the data, and torch keeps the pinned memory until then.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 class Batch(NamedTuple):
     """Normalized images and their classes on the loader's device. The memory is not reused."""
 
@@ -126,22 +132,14 @@ class Loader:
         for indices, images_NCHW in zip(parts, images, strict=True):
             if self.train and self.transform.crop_padding is not None and not self.dataset.is_synthetic:
                 images_NCHW = shifted(images_NCHW, self.transform, random_numbers(self.seed, number, indices))
-            yield Batch(manipulate(images_NCHW).contiguous(), self._on_device(torch.from_numpy(labels[indices])))
+            yield Batch(manipulate(images_NCHW).contiguous(), to_device(torch.from_numpy(labels[indices]), self.device))
 
     def _synthetic(self, parts: list[sampler.Indices]) -> Iterator[torch.Tensor]:
         """The same noise in every step."""
         shape = (max(map(len, parts)), 3, self.transform.size, self.transform.size)
-        noise_NCHW = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed))
-        noise_NCHW = self._on_device(noise_NCHW)
+        noise_NCHW = to_device(torch.randn(shape, generator=torch.Generator().manual_seed(self.seed)), self.device)
         for indices in parts:
             yield noise_NCHW[: len(indices)].clone()
-
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies a CPU tensor without waiting for the GPU."""
-        if self.device.type != "cuda":
-            return tensor
-        # The copy runs on the caller's stream, so later kernels see the data, and torch keeps the pinned memory until then.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _decoded(self, number: int, parts: list[sampler.Indices]) -> Iterator[torch.Tensor]:
         on_gpu = self.device.type == "cuda"

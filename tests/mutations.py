@@ -2,9 +2,8 @@
 
     python -m tests.mutations --seed 1 --count 40
 
-A mutation negates a condition, removes a statement or changes a number in a copy of the repository. The test file of the same
-name, or those that tests/README.md names, run first. If they pass, the tests of the same folder and then all everyday tests
-follow, unless --quick is given.
+A mutation negates a condition, removes a statement or changes a number in a copy of the repository. The test files of the same
+name run first. If they pass, the tests of the same folder and then all everyday tests follow, unless --quick is given.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import ast
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -65,13 +63,6 @@ def broken(source: str, rng: random.Random) -> tuple[str, str] | None:
     return ast.unparse(ast.fix_missing_locations(tree)), f"{before} -> {ast.unparse(after).splitlines()[0][:40]}"
 
 
-def covering(tests: Path, name: Path) -> list[Path]:
-    """The test files of a module: those of its name, and those in the table of tests/README.md."""
-    row = re.search(rf"^\| `{name}` \| (.*) \|$", (tests / "README.md").read_text(), re.MULTILINE)
-    named = [tests / file for file in re.findall(r"`(.*?\.py)`", row[1])] if row else []
-    return [*sorted(tests.rglob(f"test_{name.name}")), *named]
-
-
 def skipped(folder: str, names: list[str]) -> set[str]:
     """What a copy of the repository does not need: images, runs, caches and environments."""
     outputs = {"data", "runs", "site"} if Path(folder) == ROOT else set()
@@ -108,7 +99,8 @@ def main() -> None:
             (copy / name).write_text(change[0])
             tests = copy / "tests"
             folder = tests / (name.parent.relative_to("san") if name.parts[0] == "san" else name.parent)
-            stages = [where for where in (covering(tests, name), [folder], [tests]) if where and where[0].exists()]
+            of_its_name = sorted(tests.rglob(f"test_{name.name}"))
+            stages = [where for where in (of_its_name, [folder], [tests]) if where and where[0].exists()]
             found = any(notices(copy, where) for where in (stages[:1] if options.quick else stages))
         tried, noticed = tried + 1, noticed + found
         print(f"| `{name}` | `{change[1].replace('|', '/')}` | {'yes' if found else 'NO'} |", flush=True)

@@ -119,7 +119,7 @@ HEAVY = {"ray.tune", "ray.train", "mlflow", "deepspeed", "nvidia", "matplotlib"}
 
 def imported_by(*command: str) -> set[str]:
     """Modules that a command has imported when it ends."""
-    code = "import sys\nfrom experiments.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+    code = "import sys\nfrom experiments.cli.commands import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return set(done.stderr.split())

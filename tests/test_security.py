@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import cluster.session
-from experiments.cli import main
+from experiments.cli.commands import main
 from experiments.runs.store import LocalStore
 from pipelines import DataError, Dataset
 from pipelines.datasets.pack import pack

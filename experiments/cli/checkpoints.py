@@ -1,4 +1,4 @@
-"""The commands for checkpoints: `san convert`, `evaluate`, `predict`, `robustness` and `attention`."""
+"""The commands for checkpoints: `san convert`, `evaluate`, `predict`, `robustness`, `attention` and `attention-page`."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def attention(
     \b
     Example: san attention san10.pt photo.jpg --pixel 112,96 --out attention.png
     """
-    from experiments.evaluation.attention import compute_attention, in_words, open_image
+    from experiments.evaluation.attention import attention_in_words, compute_attention, open_image
     from experiments.report.attention_plot import save
 
     if pixel is not None and grid is not None:
@@ -330,7 +330,7 @@ def attention(
     chosen = None if position is None else (int(position[1]), int(position[2]))
     weights = compute_attention(opened, open_image(opened, image, split), chosen, grid or 1, layer)
     save(weights, out)
-    click.echo(f"{out}: {in_words(weights)}")
+    click.echo(f"{out}: {attention_in_words(weights)}")
 
 
 @click.command()

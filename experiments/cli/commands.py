@@ -103,10 +103,9 @@ def run(request: GridRequest, address: str | None) -> None:
     Example: san run experiments/grids/footprint.yaml --profile digits
     """
     from experiments.cli.run import run as run_grid
-    from experiments.runner.grid_run import open_grid_run
 
     with _resumable("run"):
-        sys.exit(0 if run_grid(open_grid_run(request), address) else 1)
+        sys.exit(0 if run_grid(request, address) else 1)
 
 
 @cli.command()
@@ -179,31 +178,33 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
     \b
     Example: san report experiments/grids/footprint.yaml --html footprint.html
     """
-    from experiments.cli.run import print_report, print_unfinished, write_page, write_trials
-    from experiments.report.tables import records_of, tables
+    from experiments.report.data import grid_report
+    from experiments.report.tables import tables
+    from experiments.report.write import print_report, print_unfinished, write_page, write_trials
     from experiments.runner.grid_run import finished_results, known_results, open_grid_run
 
     prints_trials = csv == Path("-")
-    forms = {"--json": as_json, f"--format {form}": form != "text", "--csv -": prints_trials}
-    chosen = [f"`{option}`" for option, given in forms.items() if given]
+    outputs = {"--json": as_json, f"--format {form}": form != "text", "--csv -": prints_trials}
+    chosen = [f"`{option}`" for option, given in outputs.items() if given]
     if len(chosen) > 1:
         raise UserError(f"two output formats: {' and '.join(chosen[:2])}; give only one of these options")
     grid_run = open_grid_run(request)
     may_be_empty = as_json and html is None and csv is None
     results = known_results(grid_run) if may_be_empty else finished_results(grid_run)
+    numbers = grid_report(grid_run, results)
     if html is not None:
-        write_page(grid_run, results, html)
+        write_page(numbers, html)
     if csv is not None:
         write_trials(grid_run, results, csv)
     if prints_trials:
         return
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(record) for record in records_of(grid_run, results)]))
+        click.echo(json.dumps([dataclasses.asdict(record) for record in numbers.records]))
     elif form != "text":
-        click.echo(tables(grid_run, results)[form].rstrip("\n"))
+        click.echo(tables(numbers)[form].rstrip("\n"))
         print_unfinished(grid_run, results)
     else:
-        _, complete = print_report(grid_run, results)
+        _, complete = print_report(numbers)
         sys.exit(0 if complete else 1)
 
 
@@ -247,11 +248,14 @@ def study(
     """
     from experiments.cli.run import study as run_study
     from experiments.config.config import PROJECT_DIR
+    from experiments.config.expand import GRIDS_DIR
+    from experiments.config.grid import GridRequest
 
     folder = PROJECT_DIR / "docs" / "results" / Path(profile).stem
     page, kept = page or folder / "study.md", kept or folder / "trials.csv"
     with _resumable("study"):
-        sys.exit(0 if run_study(profile, seeds, runs, address, page, kept, train, take_over, serial) else 1)
+        request = GridRequest(GRIDS_DIR, profile, runs=runs, seeds=seeds, take_over=take_over, serial=serial)
+        sys.exit(0 if run_study(request, address, page, kept, train) else 1)
 
 
 @contextmanager

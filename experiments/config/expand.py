@@ -153,14 +153,14 @@ def read_profile(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: this is a grid, not a profile; give the name of a profile, or the file of one")
     extended = content.pop("extends", None)
     if path.parent.resolve() != PROFILES_DIR:
-        content = anchored(content, path.parent)
+        content = with_absolute_paths(content, path.parent)
     if extended is None:
         return content
     parent = path.parent / extended if extended.endswith(".yaml") else extended
     return merged(read_profile(profile_path(str(parent))), content)
 
 
-def anchored(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
+def with_absolute_paths(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A layer whose relative paths are resolved from a folder. Those in `PROJECT_DIR` stay relative, because other nodes may
     have it elsewhere."""
     for section, key in PATHS:
@@ -236,7 +236,7 @@ def _raise_all(path: Path, errors: Iterable[str]) -> None:
 
 def _grid_errors(grid: Grid, tables: Collection[str]) -> Iterator[str]:
     if grid.table is not None and grid.table not in tables:
-        yield f"table: unknown table {grid.table!r}; tables of the paper: {', '.join(tables)}"
+        yield f"table: unknown table {grid.table!r}; {choices('tables of the paper', grid.table, tables)}"
     if grid.robustness is not None and grid.table not in (None, grid.robustness):
         yield f"table: {grid.table!r} has no results for `robustness: {grid.robustness}`; leave out `table` or `robustness`"
     if grid.robustness is None and grid.table in get_args(ProtocolName):
@@ -314,7 +314,7 @@ class _Layers:
         profile = self.profile
         if is_module(values["model"].get("name")):  # the profile's stages and widths are those of this project's networks
             profile = {section: settings for section, settings in profile.items() if section != "model"}
-        return merged(profile, anchored(values, Path.cwd()) if self.resolve_paths else values)
+        return merged(profile, with_absolute_paths(values, Path.cwd()) if self.resolve_paths else values)
 
     def lacks_root(self, row: Row, source: str) -> bool:
         """Whether `data.root` is missing, so that images would be read from the folder of the embedded dataset."""
@@ -424,17 +424,17 @@ def _plot_errors(plot: Plot | None, configs: Mapping[str, TrialConfig]) -> Itera
 
 def _early_stopping_errors(grid: Grid, configs: Mapping[str, TrialConfig]) -> Iterator[str]:
     """Why early stopping is impossible. An option without effect is an error, too."""
-    wanted = grid.early_stopping
-    if wanted is None:
+    stopping = grid.early_stopping
+    if stopping is None:
         return
-    if wanted.patience is None and wanted.grace_epochs is None:
+    if stopping.patience is None and stopping.grace_epochs is None:
         yield "early_stopping: does nothing; set patience, grace_epochs, or both"
     if grid.table is not None:
         yield (
             f"early_stopping: cannot be combined with table {grid.table!r}, which compares complete trainings; "
             "leave out `early_stopping` or `table`"
         )
-    if wanted.grace_epochs is None:
+    if stopping.grace_epochs is None:
         return
     lengths = {row: config.recipe.epochs for row, config in configs.items()}
     short, long = (pick(lengths, key=lengths.__getitem__) for pick in (min, max))
@@ -443,7 +443,7 @@ def _early_stopping_errors(grid: Grid, configs: Mapping[str, TrialConfig]) -> It
             f"early_stopping: requires the same recipe.epochs in every row, but the value is {lengths[short]} "
             f"in row {short} and {lengths[long]} in row {long}; use one value, or leave out early_stopping"
         )
-    elif wanted.grace_epochs >= lengths[short]:
-        yield f"early_stopping.grace_epochs: must be less than recipe.epochs={lengths[short]}, not {wanted.grace_epochs}"
+    elif stopping.grace_epochs >= lengths[short]:
+        yield f"early_stopping.grace_epochs: must be less than recipe.epochs={lengths[short]}, not {stopping.grace_epochs}"
     if rare := [row for row, config in configs.items() if config.recipe.validate_every_n_epochs > 1]:
         yield f"early_stopping: needs a validation after each epoch; leave out recipe.validate_every_n_epochs in row {rare[0]}"

@@ -17,6 +17,7 @@ from experiments.evaluation.evaluate import LoadedModel, open_images
 from experiments.training.images import transform
 from pipelines import DataError, Dataset, Loader
 from pipelines.datasets.check import broken_images
+from san.choice import choices
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, attention_weights
 
 Floats = NDArray[np.float32]
@@ -247,11 +248,8 @@ def layer_name(opened: LoadedModel, asked: str | None) -> str:
     elif asked in layers:
         name = asked
     else:
-        known = ", ".join(f"{number} {name}" for number, name in enumerate(names))
-        raise UserError(
-            f"--layer {asked}: no such attention layer in {opened.model.spec.name}; "
-            f"give a number or one of these names: {known}"
-        )
+        known = choices(f"give a number from 0 to {len(names) - 1}, or one of these names", asked, names)
+        raise UserError(f"--layer {asked}: no such attention layer in {opened.model.spec.name}; {known}")
     return name
 
 
@@ -271,7 +269,7 @@ def _grid(grid: int, side: int, layer: str) -> list[tuple[int, int]]:
     return [(row, column) for row in centers for column in centers]
 
 
-def in_words(attention: Attention) -> str:
+def attention_in_words(attention: Attention) -> str:
     """Describes the weights."""
     G, K, n = attention.weight_GKn.shape
     k, (H, W), (row, column), side = attention.footprint, attention.map, attention.pixels[0], math.isqrt(n)

@@ -16,10 +16,9 @@ import torch
 from pydantic import ValidationError
 
 from experiments.config.config import TrialConfig, flat, merged, model_errors, schema_errors
-from experiments.config.expand import anchored, parse_override, profile_path, read_profile
+from experiments.config.expand import parse_override, profile_path, read_profile, with_absolute_paths
 from experiments.errors import UserError
-from experiments.runs.store import LocalStore
-from experiments.training.checkpoint import DAMAGE, Checkpoint, best_in
+from experiments.training.checkpoint import Checkpoint, read_checkpoint, weights_file
 from experiments.training.device import available_device, prepare_cpu
 from experiments.training.images import open_split, transform
 from experiments.training.metrics import evaluate
@@ -89,33 +88,28 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
         CheckpointError: the file does not exist or is not a checkpoint.
         ModelError, UserError: it does not fit the overrides.
     """
-    changes = _changes(overrides)
-    if path.suffix == ".safetensors":
-        if path.name != pretrained.WEIGHTS or not pretrained.is_folder(path.parent):
-            needs = f"a folder with {pretrained.WEIGHTS} and {pretrained.CONFIG}, as san.hub.save_pretrained writes it"
-            raise UserError(f"{path}: weights alone do not say to which model they belong; give {needs}")
-        path = path.parent
-    if pretrained.is_folder(path):
-        return _hub_folder(path, changes, profile)
-    saved = _trial_checkpoint(path)
-    if saved is None:
-        return _other_checkpoint(path, changes, profile)
+    changes, file = _changes(overrides), weights_file(path)
+    found = read_checkpoint(file)
+    if found is not None and "model" in changes:
+        raise UserError(
+            f"{path}: this checkpoint already stores its model; leave out {', '.join(flat({'model': changes['model']}))}"
+        )
+    if not isinstance(found, Checkpoint):
+        return _opened_model(file, found, changes, profile)
     if profile is not None:
         raise UserError(
             f"{path}: this checkpoint stores its own preprocessing; leave out --profile, and use overrides to change data.*"
         )
-    _require_no_model(path, changes)
-    origin = saved.origin
+    origin = found.origin
     # Without the settings of the engine, which have no effect here and which other versions may not know.
     config = _config(merged(origin.record | {"engine": {}}, changes))
-    file = path / saved.name if path.is_dir() else path
     return LoadedModel(
-        file, saved.model(), config, len(saved.history), origin.classes, origin.data_digest, origin.seed, origin.row
+        file, found.model(), config, len(found.history), origin.classes, origin.data_digest, origin.seed, origin.row
     )
 
 
 def _changes(overrides: Sequence[str]) -> dict[str, Any]:
-    changes = anchored(merged({}, *map(parse_override, overrides)), Path.cwd())
+    changes = with_absolute_paths(merged({}, *map(parse_override, overrides)), Path.cwd())
     for key in flat(changes):
         if not key.startswith(("data.", "model.")) and key not in ALLOWED_OVERRIDES:
             raise UserError(
@@ -125,65 +119,26 @@ def _changes(overrides: Sequence[str]) -> dict[str, Any]:
     return changes
 
 
-def _require_no_model(path: Path, changes: Mapping[str, Any]) -> None:
-    if "model" in changes:
-        raise UserError(
-            f"{path}: this checkpoint already stores its model; leave out {', '.join(flat({'model': changes['model']}))}"
-        )
-
-
-def _trial_checkpoint(path: Path) -> Checkpoint | None:
-    """Reads the checkpoint of a trial; None for other files."""
-    if os.path.isdir(path):
-        best = best_in(LocalStore(path))
-        if best is None:
-            raise UserError(f"{path}: no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder")
-        return best
-    if "engine" not in checkpoint.read(path):
-        return None
-    try:
-        return Checkpoint.read(path)
-    except DAMAGE as error:
-        raise UserError(
-            f"{path}: checkpoint damaged or written by an older version ({type(error).__name__}: {error})"
-        ) from None
-
-
-def _hub_folder(path: Path, changes: Mapping[str, Any], profile: str | None) -> LoadedModel:
-    _require_no_model(path, changes)
-    facts, model = pretrained.read_config(path), pretrained.load_folder(path)
-    _require_rgb(path, model)
-    return _loaded(path, model, changes, profile or facts.get("profile"), facts.get("data_digest", ""))
-
-
-def _loaded(path: Path, model: BaseModel, changes: Mapping[str, Any], profile: str | None, digest: str = "") -> LoadedModel:
+def _opened_model(file: Path, model: BaseModel | None, changes: Mapping[str, Any], profile: str | None) -> LoadedModel:
     """A model from outside of a trial. Without a profile, images are preprocessed as in its training or, if that is not known,
     as for ImageNet."""
-    known = checkpoint.trained_on(model)
+    is_folder = file.name == pretrained.WEIGHTS
+    facts = pretrained.read_config(file.parent) if is_folder else {}
+    profile = profile or facts.get("profile")
     values = read_profile(profile_path(profile or "imagenet"))
+    if model is None:
+        fields = dict(merged(values, changes).get("model", {}))
+        model = released.load_released_checkpoint(file, fields.pop("name", None), **fields)
+    if model.in_channels != 3:
+        raise UserError(f"{file}: this model takes {model.in_channels}-channel images, but the dataset is RGB")
+    known = checkpoint.trained_on(model)
     if profile is None and "input_size" in known:
         size, fraction = known["input_size"][-1], known.get("crop_pct", 1)
         values["data"] |= {"size": size, "resize": round(size / fraction), "mean": known["mean"], "std": known["std"]}
     classes = known.get("label_names")
     config = _config(merged(values, changes) | {"model": asdict(model.spec)})
+    path, digest = file.parent if is_folder else file, facts.get("data_digest", "")
     return LoadedModel(path, model, config, classes=classes and tuple(classes), data_digest=digest)
-
-
-def _require_rgb(path: Path, model: BaseModel) -> None:
-    if model.in_channels != 3:
-        raise UserError(f"{path}: this model takes {model.in_channels}-channel images, but the dataset is RGB")
-
-
-def _other_checkpoint(path: Path, changes: Mapping[str, Any], profile: str | None) -> LoadedModel:
-    if checkpoint.is_checkpoint(checkpoint.read(path)):
-        _require_no_model(path, changes)
-        model = checkpoint.load_checkpoint(path)
-        _require_rgb(path, model)
-    else:
-        values = merged(read_profile(profile_path(profile or "imagenet")), changes)
-        fields = dict(values.get("model", {}))
-        model = released.load_released_checkpoint(path, fields.pop("name", None), **fields)
-    return _loaded(path, model, changes, profile)
 
 
 def _config(values: Mapping[str, Any]) -> TrialConfig:

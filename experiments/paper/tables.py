@@ -32,7 +32,7 @@ class PaperRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class PaperClaim:
     """A claim that one row of a table is better than another, from the paper's text or only from its table."""
 
     better: str
@@ -78,9 +78,9 @@ def paper_numbers(table: str) -> dict[str, dict[str, float]]:
     }
 
 
-def paper_claims() -> dict[str, list[Claim]]:
+def paper_claims() -> dict[str, list[PaperClaim]]:
     """The paper's claims about its ablation tables, by table."""
-    return {table: [Claim(**claim) for claim in claims] for table, claims in _content(CLAIMS).items()}
+    return {table: [PaperClaim(**claim) for claim in claims] for table, claims in _content(CLAIMS).items()}
 
 
 def counts_at_paper_setting(models: Mapping[str, ModelConfig]) -> dict[str, san.Complexity | None]:

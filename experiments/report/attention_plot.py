@@ -1,4 +1,4 @@
-"""Attention weights in pictures, for `san attention`: PNG files, and one interactive HTML page of all layers and pixels."""
+"""Attention weights as pictures: PNG files for `san attention`, and the interactive page of `san attention-page`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.errors import UserError
-from experiments.evaluation.attention import Attention, Floats, in_words, variance_in_words
+from experiments.evaluation.attention import Attention, Floats, attention_in_words, variance_in_words
 from experiments.report.page import templates
 from experiments.report.plots import GROUND, INK, QUIET
 
@@ -29,7 +29,7 @@ WEIGHTS, SIGNED, SPREAD = "viridis", "RdBu_r", "cividis"
 
 
 def save(attention: Attention, path: Path) -> None:
-    """Writes the picture as PNG, with `in_words` as its description.
+    """Writes the picture as PNG, with `attention_in_words` as its description.
 
     Raises:
         UserError: the file cannot be written.
@@ -49,7 +49,7 @@ def save(attention: Attention, path: Path) -> None:
         figure.text(GAP / WIDTH, y / height, text, fontsize=size, color=color, va="top")
     figure.text(GAP / WIDTH, 10 / height, below, fontsize=LETTERS, color=INK, va="bottom", linespacing=1.3)
     try:
-        figure.savefig(path, format="png", dpi=150, metadata={"Title": title, "Description": in_words(attention)})
+        figure.savefig(path, format="png", dpi=150, metadata={"Title": title, "Description": attention_in_words(attention)})
     except OSError as error:
         raise UserError(f"{path}: cannot write this file ({error.strerror}); choose another file with --out") from None
 

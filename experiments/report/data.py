@@ -11,8 +11,17 @@ from dataclasses import dataclass, field
 import san
 from experiments.config.config import value_at
 from experiments.config.grid import Trial
-from experiments.evaluation.robustness import Numbers, Protocol
-from experiments.paper.tables import CLASSES, EPOCHS, INPUT_SIZE, PaperRow, count, counts_at_paper_setting, paper_rows
+from experiments.evaluation.robustness import PROTOCOLS, Numbers, Protocol
+from experiments.paper.tables import (
+    CLASSES,
+    EPOCHS,
+    INPUT_SIZE,
+    PaperRow,
+    count,
+    counts_at_paper_setting,
+    paper_numbers,
+    paper_rows,
+)
 from experiments.report.interval import half_width
 from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.runs.summary import Confusion
@@ -95,14 +104,14 @@ def table_rows(grid_run: GridRun, results: Mapping[str, Result]) -> list[TableRo
     paper = {} if grid.table is None else paper_rows(grid.table)
     counts = counts_of_trained(trials) if grid.table is None else counts_at_paper_setting(grid_run.full_size)
     configs = {trial.row: trial.config for trial in trials}
-    settings = {row: {key: _setting(value_at(config, key)) for key in grid.product} for row, config in configs.items()}
+    settings = {row: {key: _as_in_a_grid(value_at(config, key)) for key in grid.product} for row, config in configs.items()}
     return [
         _table_row(row.id, trials, results, paper.get(row.id, PaperRow()), counts.get(row.id), settings.get(row.id, {}))
         for row in grid.rows
     ]
 
 
-def _setting(value: object) -> str:
+def _as_in_a_grid(value: object) -> str:
     """A value as in a grid file."""
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
@@ -247,17 +256,22 @@ MOST_ROWS = 42
 
 @dataclass(frozen=True, slots=True)
 class GridReport:
-    """Everything that a page shows of a grid."""
+    """Everything that tables and the page show of a grid."""
 
     grid_run: GridRun
     results: Mapping[str, Result]
     rows: Sequence[TableRow]
     measurements: Sequence[Measurement]
     """The table of the grid's protocol, if it names one."""
-    curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
-    """Epochs and values by content hash and metric."""
-    confusions: Mapping[str, Confusion]
+    curves: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]] = field(default_factory=dict)
+    """Epochs and values by content hash and metric. Only the page shows them and the confusions."""
+    confusions: Mapping[str, Confusion] = field(default_factory=dict)
     """By row, summed over its finished seeds; empty for many classes."""
+
+    @property
+    def records(self) -> Sequence[TableRow | Measurement]:
+        """The records of the printed table."""
+        return self.measurements or self.rows
 
     @property
     def finished(self) -> list[tuple[Trial, Result]]:
@@ -275,6 +289,15 @@ class GridReport:
     @property
     def shown_rows(self) -> list[str]:
         return shown_rows(self.rows)
+
+
+def grid_report(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:
+    """The numbers of a grid, without curves and confusion matrices."""
+    grid, measured = grid_run.grid, list[Measurement]()
+    if grid.robustness is not None:
+        paper = paper_numbers(grid.table) if grid.table else {}
+        measured = grid_measurements(PROTOCOLS[grid.robustness], grid_run.trials, results, paper)
+    return GridReport(grid_run, results, table_rows(grid_run, results), measured)
 
 
 def has_small_networks(rows: Sequence[TableRow]) -> bool:

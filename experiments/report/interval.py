@@ -68,7 +68,7 @@ def of_difference(
     return Interval(statistics.fmean(rows[0]) - statistics.fmean(rows[1]), _quantile(freedom) * math.sqrt(one + two))
 
 
-def in_words(mean: float, values: Sequence[float], half_width: float | None, form: str = ".1f") -> str:
+def mean_in_words(mean: float, values: Sequence[float], half_width: float | None, form: str = ".1f") -> str:
     """`93.0 ± 1.2` for three seeds or more, `93.0 (92.1, 93.9)` for two, `93.0` for one."""
     text = format(mean, form)
     if half_width is not None:

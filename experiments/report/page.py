@@ -19,7 +19,7 @@ from experiments.evaluation.robustness import PROTOCOLS, TITLES
 from experiments.report import data as report_data
 from experiments.report.data import GridReport, Measurement, TableRow, grid_measurements
 from experiments.report.plots import Chart, cost_charts, curve_charts, plot_charts, svg
-from experiments.report.tables import MEASUREMENT_COLUMNS, Column, setting, shown_columns, value_of
+from experiments.report.tables import MEASUREMENT_COLUMNS, Column, setting_in_words, shown_columns, value_of
 from experiments.runs.summary import Confusion
 from experiments.tracking import Result
 from san.models.san import SANSpec
@@ -75,7 +75,7 @@ class HtmlTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ChartSection:
     """A section of charts. Further charts are folded."""
 
     heading: str
@@ -113,7 +113,7 @@ def render(report: GridReport) -> str:
         report=report,
         grid_run=grid_run,
         store=grid_run.workspace.tracking_uri,
-        caption=Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(setting(grid_run))))),
+        caption=Markup(re.sub("`(.*?)`", r"<code>\1</code>", str(escape(setting_in_words(grid_run))))),
         facts=facts,
         protocol=_protocol_table(report.measurements) if report.measurements else None,
         other_protocols=_other_protocols(report),
@@ -159,28 +159,28 @@ def _by_classes(confusions: Mapping[str, Confusion]) -> dict[tuple[str, ...], di
     return by_classes
 
 
-def _plot_section(report: GridReport) -> Section | None:
+def _plot_section(report: GridReport) -> ChartSection | None:
     plot = report.grid_run.grid.plot
     charts = plot_charts(plot, report.grid_run.trials, report.rows) if plot else []
     if plot is None or not charts:
         return None
-    return Section(f"Accuracy by {plot.label.split(',')[0]}", charts, "" if _has_spread(report) else ONE_SEED)
+    return ChartSection(f"Accuracy by {plot.label.split(',')[0]}", charts, "" if _has_spread(report) else ONE_SEED)
 
 
-def _cost_section(report: GridReport) -> Section | None:
+def _cost_section(report: GridReport) -> ChartSection | None:
     charts = cost_charts(report)
     notes = ["Up and to the left is better."]
     notes += ["Intervals without an end mark are cut off."] * _has(report.rows, "top1_half_width")
     notes += [] if _has_spread(report) else [ONE_SEED]
-    return Section("Accuracy and cost", charts, " ".join(notes)) if charts else None
+    return ChartSection("Accuracy and cost", charts, " ".join(notes)) if charts else None
 
 
-def _curves_section(report: GridReport) -> Section | None:
+def _curves_section(report: GridReport) -> ChartSection | None:
     groups = curve_charts(report)
     has_seeds = len({trial.seed for trial in report.grid_run.trials}) > 1
     note = "Lines show the mean over seeds, bands the range from lowest to highest." if has_seeds else ""
     note = (note + _limit_note(report, "curves")).strip()
-    return Section("Training curves", groups[0], note, groups[1:]) if groups else None
+    return ChartSection("Training curves", groups[0], note, groups[1:]) if groups else None
 
 
 def _has_spread(report: GridReport) -> bool:

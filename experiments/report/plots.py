@@ -80,12 +80,12 @@ class Chart:
 def svg(chart: Chart) -> str:
     """The chart as an SVG file, the same for equal charts."""
     out = io.StringIO()
-    with _settings():
+    with _matplotlib_settings():
         _figure([chart]).savefig(out, format="svg", metadata={"Date": None})
     return out.getvalue()
 
 
-def _settings() -> AbstractContextManager[None]:
+def _matplotlib_settings() -> AbstractContextManager[None]:
     """Names and questions are text: a dollar in them does not begin a formula."""
     import matplotlib
 
@@ -270,7 +270,7 @@ def save_plot(plot: Plot | None, trials: Sequence[Trial], rows: Sequence[TableRo
     """Writes top-1 with its 95 % interval as PNG: ours on the left, the paper's on the right if it has any. With a plot, it is
     drawn over the plot's number; otherwise each row of the table is a row of the picture. At least one row must have an
     accuracy of ours."""
-    with _settings():
+    with _matplotlib_settings():
         if plot is not None:
             save(plot_charts(plot, trials, rows), title, path)
         else:

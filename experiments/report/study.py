@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.config.config import DataConfig
-from experiments.paper.tables import Claim, paper_claims
+from experiments.paper.tables import PaperClaim, paper_claims
 from experiments.report import interval
 from experiments.report.data import TableRow, table_rows
 from experiments.report.interval import Interval, Spread
@@ -50,7 +50,7 @@ class Section:
 class Finding:
     """Our result for one ordering; gaps are differences of top-1 in points, positive if they agree with the paper."""
 
-    claim: Claim
+    claim: PaperClaim
     paper_gap: float
     gap: Interval | None
     """None if either row has fewer than two finished seeds, or if no row's seeds differ."""

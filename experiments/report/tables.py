@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from experiments.config.config import flat
 from experiments.config.grid import Trial
 from experiments.evaluation.robustness import PROTOCOLS, TITLES
-from experiments.paper.tables import note_on_missing_rows, paper_numbers
+from experiments.paper.tables import note_on_missing_rows
 from experiments.report import interval
-from experiments.report.data import Measurement, TableRow, counts_of_trained, grid_measurements, has_small_networks, table_rows
+from experiments.report.data import GridReport, Measurement, TableRow, counts_of_trained, has_small_networks
 from experiments.runner.grid_run import GridRun, is_finished
 from experiments.tracking import Result
 from experiments.tracking.results_file import METRICS
@@ -92,9 +92,9 @@ class Table:
         headings = [name.rpartition(" ")[::2] if name.endswith((" paper", " ours")) else ("", name) for name in self.rows[0]]
         has_groups = any(above for above, _ in headings)
         columns = pd.MultiIndex.from_tuples(headings) if has_groups else pd.Index(self.rows[0])
-        forms = "l" * self.text_columns + "r" * (len(columns) - self.text_columns)
+        alignment = "l" * self.text_columns + "r" * (len(columns) - self.text_columns)
         frame = pd.DataFrame(self.rows[1:], columns=columns)
-        return frame.to_latex(index=False, escape=True, column_format=forms, multicolumn_format="c").rstrip()
+        return frame.to_latex(index=False, escape=True, column_format=alignment, multicolumn_format="c").rstrip()
 
 
 def grid_table(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS) -> Table:
@@ -152,9 +152,9 @@ def _text(record: TableRow | Measurement | None, column: Column) -> str:
     if record is None or value is None:
         return "-"
     by_seed, half_width = record.spread_of(column.field)
-    return (
-        interval.in_words(value, by_seed, half_width, column.form) if isinstance(value, float) else format(value, column.form)
-    )
+    if not isinstance(value, float):
+        return format(value, column.form)
+    return interval.mean_in_words(value, by_seed, half_width, column.form)
 
 
 def value_of(record: TableRow | Measurement | None, field: str) -> Any:
@@ -183,7 +183,7 @@ def trial_table(grid_run: GridRun, results: Mapping[str, Result]) -> pd.DataFram
     import pandas as pd  # takes half a second
 
     counts = counts_of_trained(grid_run.trials)
-    settings = pd.DataFrame([_settings(trial) for trial in grid_run.trials])
+    settings = pd.DataFrame([_trial_settings(trial) for trial in grid_run.trials])
     counted = pd.DataFrame([{name: getattr(counts[trial.row], name) for name in COUNTED} for trial in grid_run.trials])
     finished = [results[trial.key].metrics if is_finished(results, trial) else {} for trial in grid_run.trials]
     names = dict.fromkeys([*METRICS.values(), *sorted(set().union(*finished))])
@@ -191,38 +191,24 @@ def trial_table(grid_run: GridRun, results: Mapping[str, Result]) -> pd.DataFram
     return settings.join(counted).join(pd.DataFrame(finished, columns=metrics, dtype=float))
 
 
-def _settings(trial: Trial) -> dict[str, Any]:
+def _trial_settings(trial: Trial) -> dict[str, Any]:
     config = flat(trial.record) | {"recipe.lr_used": trial.config.recipe.lr_used}
     # Lists cannot be grouped by.
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
     return {"key": trial.key, "trial": trial.name, "row": trial.row, "seed": trial.seed} | values
 
 
-def measurements_of(grid_run: GridRun, results: Mapping[str, Result]) -> list[Measurement]:
-    """The measurements of a grid that names a protocol; empty for other grids."""
-    if grid_run.grid.robustness is None:
-        return []
-    paper = paper_numbers(grid_run.grid.table) if grid_run.grid.table else {}
-    return grid_measurements(PROTOCOLS[grid_run.grid.robustness], grid_run.trials, results, paper)
-
-
-def records_of(grid_run: GridRun, results: Mapping[str, Result]) -> Sequence[TableRow | Measurement]:
-    """The records of the grid's printed table."""
-    return measurements_of(grid_run, results) if grid_run.grid.robustness else table_rows(grid_run, results)
-
-
-def tables(grid_run: GridRun, results: Mapping[str, Result]) -> dict[str, str]:
+def tables(report: GridReport) -> dict[str, str]:
     """The grid's table in each format: text, markdown, latex, csv."""
-    measured, rows = measurements_of(grid_run, results), table_rows(grid_run, results)
-    table = protocol_table(measured) if grid_run.grid.robustness else grid_table(rows)
-    return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(measured or rows)}
+    table = protocol_table(report.measurements) if report.measurements else grid_table(report.rows)
+    return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(report.records)}
 
 
 def caption(grid_run: GridRun) -> str:
-    return f"{grid_run.grid.question} {setting(grid_run)}"
+    return f"{grid_run.grid.question} {setting_in_words(grid_run)}"
 
 
-def setting(grid_run: GridRun) -> str:
+def setting_in_words(grid_run: GridRun) -> str:
     lengths = sorted({trial.config.recipe.epochs for trial in grid_run.trials})
     epochs = "1 epoch" if lengths == [1] else f"{', '.join(map(str, lengths))} epochs"
     lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in grid_run.trials))

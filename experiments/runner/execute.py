@@ -11,12 +11,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from cluster import ClusterError, Observer, Outcome, Placement, Resources, concurrency, this_machine
+from cluster import ClusterError, Observer, Outcome, Placement, ReportFn, Resources, concurrency, this_machine
 from cluster.interrupt import interruptible
 from cluster.serial import sweep as serial_sweep
 from experiments.config.grid import Trial
 from experiments.errors import MachineError, UserError
-from experiments.runner.grid_run import GridRun, is_done, is_finished, known_results, print_status
+from experiments.runner.grid_run import GridRun, check_init, is_done, is_finished, known_results, print_status
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import concurrency_in_words, images_in_words, missing_measurements, to_train
 from experiments.runner.progress import Progress, duration, trial_count
@@ -25,7 +25,6 @@ from experiments.runs.store import OUTAGE_TIMEOUT, ClaimedError, StorageError, n
 from experiments.runs.summary import read_top1
 from experiments.tracking import Result, TrackerError
 from experiments.training.device import training_device
-from experiments.training.reporter import ReportFn
 from experiments.training.trainer import Control, ShouldContinue, run_trial
 from pipelines import DataError
 from san import CheckpointError
@@ -57,15 +56,14 @@ def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
         _require_one_process(grid_run, address)
     results = known_results(grid_run)
     missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
-    done = sum(is_finished(results, trial) for trial in grid_run.wanted)
-    stopped = sum(is_done(grid_run, results, trial) for trial in grid_run.wanted) - done
-    equal = len(grid_run.wanted) - done - stopped - len(missing)
+    done = sum(is_finished(results, trial) for trial in grid_run.selected)
+    stopped = sum(is_done(grid_run, results, trial) for trial in grid_run.selected) - done
+    equal = len(grid_run.selected) - done - stopped - len(missing)
     skipped = f", {done} already finished" if done else ""
     skipped += f", {stopped} already stopped early" if stopped else ""
     skipped += f", {equal} identical to another trial" if equal else ""
-    wanted = trial_count(len(grid_run.wanted))
     first, *notes = images_in_words(grid_run)
-    print_status(f"{first}: {wanted}{skipped}, {len(missing)} to train")
+    print_status(f"{first}: {trial_count(len(grid_run.selected))}{skipped}, {len(missing)} to train")
     for note in notes:
         print_status(note)
     try:
@@ -98,6 +96,7 @@ def _require_one_process(grid_run: GridRun, address: str | None) -> None:
 def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains trials that no other process is training. Returns the keys of the trials that did not fail."""
     start, store = time.monotonic(), grid_run.workspace.store
+    check_init(grid_run, missing.values())
     with _on_cluster(grid_run, address) as cluster:
         if cluster.is_local:  # Fail before any trial starts if none can run.
             training_device(grid_run.trials[0].config)
@@ -274,8 +273,8 @@ def _conclude(grid_run: GridRun, verb: str, outcomes: Mapping[str, Outcome], tri
 @contextmanager
 def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterator[ShouldContinue | None]:
     """Decides which trials continue, if the grid has early stopping. It also knows the results of earlier calls."""
-    wanted = grid_run.grid.early_stopping
-    if wanted is None or wanted.grace_epochs is None:
+    stopping = grid_run.grid.early_stopping
+    if stopping is None or stopping.grace_epochs is None:
         yield None
         return
     from cluster.halving import SuccessiveHalving, on_the_head  # imports Ray Tune
@@ -283,7 +282,7 @@ def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterato
     before = [trial for trial in grid_run.trials if is_done(grid_run, results, trial)]
     workspace = grid_run.workspace
     known = {trial.key: read_top1(workspace.store.read(workspace.summary(trial))) for trial in before}
-    settings = wanted.grace_epochs, wanted.reduction, grid_run.trials[0].config.recipe.epochs, known
+    settings = stopping.grace_epochs, stopping.reduction, grid_run.trials[0].config.recipe.epochs, known
     with (
         nullcontext(SuccessiveHalving(*settings).should_continue)
         if grid_run.request.serial

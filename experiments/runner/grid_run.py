@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster import Placement
-from experiments.config.config import ModelConfig, TrialConfig
+from experiments.config.config import ModelConfig
 from experiments.config.expand import expand, profile_path
 from experiments.config.grid import Grid, GridRequest, Trial
 from experiments.errors import UserError
@@ -62,8 +62,8 @@ class GridRun:
         return f"{self.name}-{self.profile}{self.suffix}"
 
     @property
-    def wanted(self) -> tuple[Trial, ...]:
-        """The trials to train."""
+    def selected(self) -> tuple[Trial, ...]:
+        """The trials of the rows in `--only`; without it, all."""
         only = self.request.only
         return tuple(trial for trial in self.trials if not only or trial.row in only)
 
@@ -76,14 +76,15 @@ class GridRun:
     @property
     def placement(self) -> Placement:
         """What each trial takes; a grid cannot change it from row to row."""
-        wanted = self.trials[0].config.resources
-        return Placement(wanted.workers, wanted.cpus, wanted.gpus)
+        resources = self.trials[0].config.resources
+        return Placement(resources.workers, resources.cpus, resources.gpus)
 
 
 def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
     """Reads and checks everything that a grid needs: its file, every row, the images, the bucket if the runs are in one.
 
-    With `writes` false, a missing embedded dataset is not written.
+    With `writes` false, a missing embedded dataset is not written. Of `recipe.init`, only the digest is computed, for the keys;
+    `check_init` loads the weights.
 
     Raises:
         UserError: mistakes in the grid, the profile and the overrides, with their places; a password in an address.
@@ -107,10 +108,6 @@ def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
             which = f"row {row}: " if len(apart) > 1 else ""
             raise UserError(f"{grid}: {which}{error}") from None
     digests = {init: init_digest(init, request.runs) for init in {config.recipe.init for config in configs.values()}}
-    wanted = {row: config for row, config in configs.items() if not request.only or row in request.only}
-    tuned = {(repr(c.model), c.data, c.recipe.init): (row, c) for row, c in wanted.items() if c.recipe.init is not None}
-    for done in dict.fromkeys(_initialized(request, row, config, digests) for row, config in tuned.values()):
-        print_status(done)
     trials = tuple(
         Trial(grid.stem, name, row.id, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
         for row in expanded.grid.rows
@@ -130,15 +127,23 @@ def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> Non
             raise UserError(f"--only {row}: {path} has no such row; {choices('rows', row, rows)}")
 
 
-def _initialized(request: GridRequest, row: str, config: TrialConfig, digests: Mapping[str | None, str]) -> str:
-    """What `recipe.init` does to a row's model, in words. Raises UserError if the file does not fit."""
-    init = config.recipe.init
-    assert init is not None
-    classes = open_data(config.data)[0].classes
-    try:
-        return initialize(config.model.spec().build(len(classes)), init, digests[init], request.runs, classes)
-    except UserError as error:
-        raise UserError(f"{request.grid}: row {row}: {error}") from None
+def check_init(grid_run: GridRun, trials: Iterable[Trial]) -> None:
+    """Loads the weights of `recipe.init` into a network of each kind, and prints what was done.
+
+    Raises:
+        UserError: the weights do not fit.
+    """
+    request, done = grid_run.request, list[str]()
+    configs = {trial.row: trial.config for trial in trials}
+    tuned = {(repr(c.model), c.data, init): row for row, c in configs.items() if (init := c.recipe.init)}
+    for (_, data, init), row in tuned.items():
+        classes = open_data(data)[0].classes
+        try:
+            done.append(initialize(configs[row].model.spec().build(len(classes)), init, None, request.runs, classes))
+        except UserError as error:
+            raise UserError(f"{request.grid}: row {row}: {error}") from None
+    for text in dict.fromkeys(done):
+        print_status(text)
 
 
 def known_results(grid_run: GridRun) -> dict[str, Result]:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
+from cluster import Outcome, ReportFn
 from experiments.config.grid import ProtocolName, Trial
 from experiments.config.imports import import_sources
 from experiments.errors import UserError
@@ -18,11 +19,7 @@ from experiments.evaluation.robustness import PROTOCOLS, BatchEnded, Condition, 
 from experiments.runner.progress import SECONDS_BETWEEN_LINES, Display, counting
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import CHECKPOINT, last_of, resolve_checkpoint
-from experiments.training.reporter import ReportFn
 from experiments.training.trainer import trial_log
-
-if TYPE_CHECKING:
-    from cluster import Outcome
 
 
 @dataclass(frozen=True, slots=True)

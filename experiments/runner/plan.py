@@ -1,4 +1,4 @@
-"""`san plan`: which trials a grid would train, in which order, how many at a time, and for how long."""
+"""What a grid lacks, for `san plan` and `san run`: trials to train, in which order and for how long, and measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.config.config import flat
 from experiments.config.grid import LATER_FIELDS, Trial
 from experiments.evaluation.robustness import PROTOCOLS
 from experiments.paper.tables import count, note_on_missing_rows
-from experiments.runner.grid_run import GridRun, finished_trials, is_done, known_results
+from experiments.runner.grid_run import GridRun, check_init, finished_trials, is_done, known_results
 from experiments.runner.measure import MeasureTask
 from experiments.runner.progress import duration, trial_count
 from experiments.tracking import Result
@@ -43,9 +43,9 @@ class PlannedTrial:
 def plan(grid_run: GridRun) -> list[PlannedTrial]:
     """The finished and stopped trials, then those to train, in the order in which `run` starts them."""
     results = known_results(grid_run)
-    done = [trial for trial in grid_run.wanted if is_done(grid_run, results, trial)]
+    done = [trial for trial in grid_run.selected if is_done(grid_run, results, trial)]
     alike: defaultdict[str, list[Trial]] = defaultdict(list)
-    for trial in grid_run.wanted:
+    for trial in grid_run.selected:
         alike[trial.key].append(trial)
     planned: list[PlannedTrial] = []
 
@@ -59,7 +59,9 @@ def plan(grid_run: GridRun) -> list[PlannedTrial]:
 
     for trial in done:
         add(trial, results[trial.key].finished, results[trial.key].stopped_at, None)
-    for first, hours in to_train(grid_run, results):
+    missing = to_train(grid_run, results)
+    check_init(grid_run, (trial for trial, _ in missing))
+    for first, hours in missing:
         add(first, False, None, hours)
         for trial in alike[first.key][1:]:  # trained once
             add(trial, False, None, None, first.name)
@@ -72,7 +74,7 @@ def to_train(grid_run: GridRun, results: Mapping[str, Result]) -> list[tuple[Tri
     In the order in which they start: the shortest first, so that results are available early.
     """
     missing: dict[str, Trial] = {}
-    for trial in grid_run.wanted:
+    for trial in grid_run.selected:
         if not is_done(grid_run, results, trial):
             missing.setdefault(trial.key, trial)
     estimator = Estimator(results.values())
@@ -84,7 +86,7 @@ def missing_measurements(grid_run: GridRun, results: Mapping[str, Result]) -> di
     """What finished trials lack of the grid's protocol, by key; complete trials are left out."""
     tasks = {}
     if grid_run.grid.robustness is not None:
-        for trial, result in finished_trials(grid_run.wanted, results):
+        for trial, result in finished_trials(grid_run.selected, results):
             if missing := PROTOCOLS[grid_run.grid.robustness].missing(result.metrics):
                 epochs = result.epochs(trial.config.recipe.epochs)
                 tasks[trial.key] = MeasureTask(grid_run.workspace, trial, result.run_id, missing, epochs)
@@ -200,14 +202,14 @@ class Estimator:
         for result in results:
             if result.finished and "summary/training_hours" in result.metrics:
                 seconds = 3600 * result.metrics["summary/training_hours"]
-                trained[_setting(result.params)].append((seconds, seconds * result.metrics["summary/images_per_second"]))
+                trained[_setting_of(result.params)].append((seconds, seconds * result.metrics["summary/images_per_second"]))
         sums = {setting: [sum(column) for column in zip(*measured, strict=True)] for setting, measured in trained.items()}
         self._speeds = {setting: images / seconds for setting, (seconds, images) in sums.items() if seconds >= LEAST_SECONDS}
 
     def hours(self, trial: Trial, train_images: int, val_images: int) -> TimeEstimate:
         """The time of a trial with these numbers of images per epoch."""
         config, resources = trial.config, trial.config.resources
-        measured = self._speeds.get(_setting({key: str(value) for key, value in flat(trial.record).items()}))
+        measured = self._speeds.get(_setting_of({key: str(value) for key, value in flat(trial.record).items()}))
         spec = config.model.spec()
         rate = RATES["attention" if isinstance(spec, SANSpec) else "other"]["gpu" if resources.gpus else "cpu"]
         seconds_per_image = SECONDS_PER_IMAGE + count(spec, config.data.size).flops_paper / rate
@@ -221,7 +223,7 @@ class Estimator:
         )
 
 
-def _setting(params: Mapping[str, str]) -> Setting:
+def _setting_of(params: Mapping[str, str]) -> Setting:
     """Without defaults that earlier runs do not list."""
     later = {(f"model.{name}", str(value)) for name, value in LATER_FIELDS.items()}
     chosen = {(key, value) for key, value in params.items() if key.startswith(SECTIONS) or key in FIELDS}

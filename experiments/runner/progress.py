@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from experiments.training.reporter import in_words
+from experiments.training.reporter import metrics_in_words
 
 if TYPE_CHECKING:
     from cluster import Outcome
@@ -75,13 +75,13 @@ class Display:
                 self.live.stop()
 
 
-class Count(Protocol):
+class CountFn(Protocol):
     def __call__(self, more: int = 1, note: str = "") -> None:
         """Adds to the count; the note, for example `, 2 broken`, follows it."""
 
 
 @contextmanager
-def counting(what: str, total: int | None, unit: str) -> Iterator[Count]:
+def counting(what: str, total: int | None, unit: str) -> Iterator[CountFn]:
     """Shows on stderr how much is done."""
     display, start = Display(sys.stderr), time.monotonic()
     done, shown = 0, start
@@ -145,7 +145,7 @@ class _TrialProgress:
     def text(self, now: float) -> str:
         if self.latest is None or self.first is None:
             return "starts"
-        where, *others = in_words(self.latest)
+        where, *others = metrics_in_words(self.latest)
         return ", ".join([where + _left(self.seconds_left(now)), *others])
 
     def seconds_left(self, now: float) -> float | None:
@@ -192,10 +192,10 @@ class Progress:
         trial.report(metrics, now)
         finished = int(trial.done) - ("step" not in metrics)  # before this report
         if "interrupted" in metrics:
-            self._write(f"{trial.name} {in_words(metrics)[0]}")
+            self._write(f"{trial.name} {metrics_in_words(metrics)[0]}")
             return
         if is_first and metrics.get("step", 1) > 1:
-            self._write(f"{trial.name} resumes at {in_words(metrics)[0]}")
+            self._write(f"{trial.name} resumes at {metrics_in_words(metrics)[0]}")
         elif is_first and finished >= 1:
             self._write(f"{trial.name} resumes after epoch {finished}")
         # Lines from inside an epoch become rarer, down to one per minute.
@@ -220,9 +220,9 @@ class Progress:
         elif trial.latest is None:
             self._write(f"{trial.name} finished in {seconds}: already complete")
         elif trial.stopped:
-            self._write(f"{trial.name} {', '.join(in_words(trial.latest)[:2])}, after {seconds}")
+            self._write(f"{trial.name} {', '.join(metrics_in_words(trial.latest)[:2])}, after {seconds}")
         else:
-            self._write(f"{trial.name} finished in {seconds}: {', '.join(in_words(trial.latest))}")
+            self._write(f"{trial.name} finished in {seconds}: {', '.join(metrics_in_words(trial.latest))}")
 
     def waiting(self, reason: str) -> None:
         self._write(f"waiting: {reason}")

@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from experiments.errors import UserError
 from experiments.runs.store import StorageError, Store, is_uri, retry
+from san.choice import choices
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ class S3Store(Store):
                 f"{uri}: the name of the bucket is missing; expected s3://bucket/prefix?endpoint_override=http://host:9000"
             )
         if unknown := [name for name, _ in options if name not in OPTIONS]:
-            raise UserError(f"{uri}: unknown option {unknown[0]}; choose from {', '.join(OPTIONS)}")
+            raise UserError(f"{uri}: unknown option {unknown[0]}; {choices('options', unknown[0], OPTIONS)}")
         query = f"?{urlencode(options, safe=':/')}" if options else ""
         return S3Store(f"s3://{parts.netloc}{parts.path.rstrip('/')}{query}")
 

@@ -20,6 +20,9 @@ from filelock import FileLock, Timeout
 
 from experiments.errors import UnavailableError, UserError
 
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
 
 class StorageError(UnavailableError):
     """The store cannot be used."""
@@ -203,9 +206,6 @@ class LocalStore(Store):
     def _failure(self, name: str, what: str, error: OSError) -> StorageError:
         return StorageError(f"{self.uri(name)}: cannot {what} ({error.strerror}); check the disk, then run the command again")
 
-
-_log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 OUTAGE_TIMEOUT = 120.0
 """Seconds for which the end of a trial or of a grid waits for a server that is away."""

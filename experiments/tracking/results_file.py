@@ -19,7 +19,7 @@ METRICS = {
     "images_per_second": "summary/images_per_second",
 }
 """The metric of each column, after the last epoch."""
-COLUMNS = ("key", "trial", "epochs", "seconds", "ended", *METRICS)
+CSV_COLUMNS = ("key", "trial", "epochs", "seconds", "ended", *METRICS)
 
 
 def read_results(path: Path) -> dict[str, Result]:
@@ -39,7 +39,7 @@ def read_results(path: Path) -> dict[str, Result]:
                 ended = datetime.fromisoformat(row["ended"]).timestamp()
                 results[row["key"]] = Result("", True, metrics, float(row["seconds"]), ended)
             except (KeyError, TypeError, ValueError):
-                message = f"{path}:{reader.line_num}: must have the columns {', '.join(COLUMNS)}; delete this line"
+                message = f"{path}:{reader.line_num}: must have the columns {', '.join(CSV_COLUMNS)}; delete this line"
                 raise UserError(message) from None
     return results
 
@@ -50,7 +50,7 @@ def add_results(path: Path, trials: Iterable[Trial], results: Mapping[str, Resul
     with open(path, "a", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         if is_new:
-            writer.writerow(COLUMNS)
+            writer.writerow(CSV_COLUMNS)
         for trial in trials:
             result = results.get(trial.key)
             if trial.key in known or result is None or not result.finished:

@@ -82,12 +82,12 @@ class Tracker:
         with usable(self.uri):
             own, runs = self._existing_experiment(), self._anywhere(TRIALS)
 
-        def worth(run: Run) -> tuple[bool, bool, bool]:
+        def precedence(run: Run) -> tuple[bool, bool, bool]:
             is_own = own is not None and run.info.experiment_id == own.experiment_id
             is_own = is_own and run.data.tags["san.profile"] == self.profile
             return run.info.status == "FINISHED", self._has_stopped(run), is_own
 
-        return {run.data.tags["san.trial"]: self._result(run) for run in sorted(runs, key=worth) if any(worth(run))}
+        return {run.data.tags["san.trial"]: self._result(run) for run in sorted(runs, key=precedence) if any(precedence(run))}
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
         """Epochs (from 1) and values of a metric, in order."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, conv2d, grid_sample
 
-from experiments.training.device import to_device
 from pipelines import Transform
+from pipelines.loader import to_device
 
 BINS = 31
 """Number of strengths, from none to the largest."""

@@ -24,11 +24,12 @@ from experiments.config.config import ModelConfig
 from experiments.config.grid import KEY, RUN_ID
 from experiments.errors import UserError
 from experiments.runs.claims import Claim, claim_trial
-from experiments.runs.store import StorageError, Store, is_uri
+from experiments.runs.store import LocalStore, StorageError, Store, is_uri
 from experiments.runs.summary import Epoch, best_of
 from experiments.runs.workspace import STORES, has_runs, open_store, open_workspace
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import RunningEpoch
+from san.models import checkpoint as model_files
 from san.models import pretrained
 from san.models.base import BaseModel
 
@@ -143,6 +144,44 @@ def best_in(store: Store, folder: str = "") -> Checkpoint | None:
                 by_epoch[checkpoint.history[-1]] = checkpoint
     best = best_of(list(by_epoch)) or max(by_epoch, key=lambda epoch: epoch.epoch, default=None)
     return by_epoch[best] if best else None
+
+
+def weights_file(path: Path) -> Path:
+    """The file with the weights of a checkpoint: in a folder of a trial, that of its best epoch.
+
+    Raises:
+        UserError: there is none.
+    """
+    if pretrained.is_folder(path):
+        return path / pretrained.WEIGHTS
+    if path.suffix == ".safetensors" and not (path.name == pretrained.WEIGHTS and pretrained.is_folder(path.parent)):
+        needs = f"a folder with {pretrained.WEIGHTS} and {pretrained.CONFIG}, as san.hub.save_pretrained writes it"
+        raise UserError(f"{path}: weights alone do not say to which model they belong; give {needs}")
+    if not os.path.isdir(path):
+        return path
+    best = best_in(LocalStore(path))
+    if best is None:
+        raise UserError(f"{path}: no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder")
+    return path / best.name
+
+
+def read_checkpoint(file: Path) -> Checkpoint | BaseModel | None:
+    """The checkpoint of a trial or the model in a file, or None for one of the paper's authors, which may lack fields.
+
+    Raises:
+        CheckpointError, UserError: the file cannot be read.
+    """
+    if file.name == pretrained.WEIGHTS:
+        return pretrained.load_folder(file.parent)
+    content = model_files.read(file)
+    if "engine" not in content:
+        return model_files.load_checkpoint(file) if model_files.is_checkpoint(content) else None
+    try:
+        return Checkpoint.read(file)
+    except DAMAGE as error:
+        raise UserError(
+            f"{file}: checkpoint damaged or written by an older version ({type(error).__name__}: {error})"
+        ) from None
 
 
 class Checkpoints:

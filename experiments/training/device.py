@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from experiments.config.config import EngineConfig, TrialConfig
 from experiments.errors import MachineError, UserError
@@ -79,11 +78,6 @@ def gpu_problem() -> str:
         f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, finds no usable GPU; check that `nvidia-smi` lists "
         f"one with a driver for this version of CUDA, and the variable CUDA_VISIBLE_DEVICES, {otherwise}"
     )
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a tensor to a device, for a GPU without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from experiments.config.config import EngineConfig, RecipeConfig
 from experiments.training.augment import Augmentation
 from experiments.training.recipe import MixedBatch, erased, frozen_parts, mixed, optimizer, schedule
 
-PLAIN = EngineConfig()
+DEFAULT_CONFIG = EngineConfig()
 ALIGNMENT = 32
 """Each gradient starts at a multiple of this number of elements, so that kernels can read it 16 bytes at a time."""
 
@@ -86,7 +86,7 @@ class Engine:
         recipe: RecipeConfig,
         steps: int,
         micro_batch: int,
-        config: EngineConfig = PLAIN,
+        config: EngineConfig = DEFAULT_CONFIG,
         augment: Augmentation | None = None,
         class_weight_C: Tensor | None = None,
     ) -> None:

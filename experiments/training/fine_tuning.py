@@ -12,9 +12,8 @@ from pathlib import Path
 from experiments.config.config import PROJECT_DIR
 from experiments.config.grid import is_checkpoint_name
 from experiments.errors import UserError
-from experiments.runs.store import LocalStore
-from experiments.training.checkpoint import CHECKPOINT, DAMAGE, Checkpoint, best_in, resolve_checkpoint
-from san.models import checkpoint, pretrained, released
+from experiments.training.checkpoint import CHECKPOINT, Checkpoint, read_checkpoint, resolve_checkpoint, weights_file
+from san.models import checkpoint, released
 from san.models.base import BaseModel, ModelSpec
 
 FREE = ("name", "footprint")
@@ -34,14 +33,15 @@ def init_digest(init: str | None, runs: str | Path | None) -> str:
         return _digest(file)
 
 
-def initialize(model: BaseModel, init: str, digest: str, runs: str | Path | None, classes: Sequence[str]) -> str:
+def initialize(model: BaseModel, init: str, digest: str | None, runs: str | Path | None, classes: Sequence[str]) -> str:
     """Loads the weights of `recipe.init`, except the classifier if it is for other classes than these. Says what was done.
+    `digest` is what the file had when the trial was planned; None if it has just been computed.
 
     Raises:
         UserError: the weights have another digest, are of another model, or there are none.
     """
     with _weights(init, runs) as file:
-        if _digest(file) != digest:
+        if digest is not None and _digest(file) != digest:
             raise UserError("changed since the trial was started; restore the file, or start the grid again")
         source = _read(file, model.spec)
         _require_same_function(model.spec, source.spec)
@@ -68,14 +68,7 @@ def _weights(init: str, runs: str | Path | None) -> Iterator[Path]:
     named = init if is_checkpoint_name(init) and not os.path.lexists(path) else str(path)
     try:
         with resolve_checkpoint(named, runs) as (found, _):
-            if pretrained.is_folder(found):
-                yield found / pretrained.WEIGHTS
-            elif not found.is_dir():
-                yield found
-            elif best := best_in(LocalStore(found)):
-                yield found / best.name
-            else:
-                raise UserError("no readable checkpoint of a complete epoch (epoch-*-step-0000000.pt) in this folder")
+            yield weights_file(found)
     except OSError as error:
         raise UserError(
             f"recipe.init={init}: cannot read this file ({error.strerror}); give {CHECKPOINT}, a file of `san convert` or "
@@ -89,20 +82,12 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _read(path: Path, spec: ModelSpec) -> BaseModel:
+def _read(file: Path, spec: ModelSpec) -> BaseModel:
     """The model in a file of any kind. A file of the authors does not name its model, which is then `spec`."""
-    if path.name == pretrained.WEIGHTS:
-        return pretrained.load_folder(path.parent)
-    content = checkpoint.read(path)
-    if "engine" in content:
-        try:
-            found = Checkpoint.read(path)
-        except DAMAGE as error:
-            raise UserError(f"{path}: checkpoint damaged or written by an older version ({error})") from None
-        return found.model()
-    if checkpoint.is_checkpoint(content):
-        return checkpoint.load_checkpoint(path)
-    return released.load_released_checkpoint(path, spec.name, **checkpoint.overrides_of(spec))
+    found = read_checkpoint(file)
+    if found is None:
+        return released.load_released_checkpoint(file, spec.name, **checkpoint.overrides_of(spec))
+    return found.model() if isinstance(found, Checkpoint) else found
 
 
 def _require_same_function(wanted: ModelSpec, source: ModelSpec) -> None:

@@ -1,4 +1,4 @@
-"""Parts of the recipe: optimizer, learning rate, mixup, CutMix, random erasing, averaged model, frozen parts."""
+"""Parts of the recipe: optimizer, learning rate, mixup, CutMix, random erasing, frozen parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 
 from experiments.config.config import RecipeConfig
-from experiments.training.device import to_device
+from pipelines.loader import to_device
 from san.models.base import BaseModel
 
 

@@ -12,13 +12,12 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from cluster import ReportFn
 from experiments.runs.summary import Epoch
 from experiments.training.metrics import RunningEpoch
 from pipelines import Loader
 
 _log = logging.getLogger(__name__)
-
-ReportFn = Callable[[Mapping[str, float]], None]
 
 SECONDS_BETWEEN_REPORTS = 10.0
 """Within an epoch; the end of an epoch is always reported."""
@@ -109,7 +108,7 @@ class ProgressReporter:
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         if dist.get_rank() == 0:
-            _log.info(", ".join(in_words(metrics)))
+            _log.info(", ".join(metrics_in_words(metrics)))
 
 
 def _last_top1(history: Sequence[Epoch]) -> dict[str, float]:
@@ -123,7 +122,7 @@ def stopped(epoch: int, epochs: int) -> str:
     return f"stopped at epoch {epoch} of {epochs} by early stopping"
 
 
-def in_words(metrics: Mapping[str, float]) -> list[str]:
+def metrics_in_words(metrics: Mapping[str, float]) -> list[str]:
     """The parts of a report as text, the most important first."""
     where = f"epoch {metrics['epoch']:.0f}/{metrics['epochs']:.0f}"
     if "stopped" in metrics:

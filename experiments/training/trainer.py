@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import san
+from cluster import ReportFn
 from experiments.config.config import TrialConfig
 from experiments.config.grid import Trial
 from experiments.config.imports import import_sources
@@ -34,7 +35,7 @@ from experiments.training.fine_tuning import initialize
 from experiments.training.images import loaders
 from experiments.training.metrics import RunningEpoch, evaluate
 from experiments.training.recipe import balancing_weights
-from experiments.training.reporter import ProgressReporter, ReportFn, Watchdog
+from experiments.training.reporter import ProgressReporter, Watchdog
 from pipelines import Loader
 
 if TYPE_CHECKING:

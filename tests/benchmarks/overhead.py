@@ -37,13 +37,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from cluster import ReportFn
 from experiments.config.config import PROJECT_DIR
 from experiments.config.grid import GridRequest, Trial
 from experiments.runs.workspace import Workspace
 from experiments.training.device import training_device
 from experiments.training.engine import Engine, join_process_group
 from experiments.training.images import loaders
-from experiments.training.reporter import ReportFn
 
 GRID = PROJECT_DIR / "experiments" / "grids" / "footprint.yaml"
 ROW = "pairwise_7"

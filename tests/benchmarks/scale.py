@@ -22,8 +22,7 @@ from pathlib import Path
 
 from mlflow.entities import Metric, Param, RunStatus
 
-from cluster import Outcome, Placement
-from cluster.serial import ReportFn
+from cluster import Outcome, Placement, ReportFn
 from cluster.session import session
 from cluster.sweep import sweep
 from experiments.config.config import PROJECT_DIR, flat

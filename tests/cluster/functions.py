@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import Outcome
-from cluster.serial import ReportFn
+from cluster import Outcome, ReportFn
 
 
 @dataclass(slots=True)

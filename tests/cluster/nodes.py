@@ -18,8 +18,7 @@ import ray
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
-from cluster import Placement
-from cluster.serial import ReportFn
+from cluster import Placement, ReportFn
 from cluster.session import session, start_ray
 from cluster.sweep import sweep
 from tests.cluster.functions import Shouting

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from experiments.cli import cli
+from experiments.cli.commands import cli
 from experiments.config.expand import expand
 from experiments.config.grid import GridRequest
 from experiments.paper.tables import table_names

@@ -22,7 +22,7 @@ import mlflow
 import pytest
 import yaml
 
-from experiments.cli import cli, main
+from experiments.cli.commands import cli, main
 from experiments.config.config import TrialConfig, keys_at
 from experiments.config.expand import expand, read_grid
 from experiments.config.grid import GridRequest
@@ -168,8 +168,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]
         first = Reader(tmp_path_factory.mktemp("first"), runs, patch)
         patch.chdir(first.folder)
         first.run(first.arguments(["san", "run", "experiments/grids/footprint.yaml"]))
-        (cell,) = runs.glob("checkpoints/*")
-        yield runs, cell.name
+        (checkpoints,) = runs.glob("checkpoints/*")
+        yield runs, checkpoints.name
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments.cli import main
+from experiments.cli.commands import main
 from experiments.config.config import DataConfig
 from experiments.config.grid import GridRequest, Trial
 from experiments.runner.grid_run import GridRun, open_grid_run

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import experiments.runner.execute
-from experiments.cli import main
+from experiments.cli.commands import main
 from experiments.config.grid import Trial
 from experiments.runs.workspace import Workspace, open_store
 from experiments.training.engine import Engine

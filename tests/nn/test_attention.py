@@ -117,7 +117,7 @@ def absolute_difference(phi: Tensor, psi: Tensor, footprint: int) -> Tensor:
 def test_a_new_relation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PAIRWISE, "absolute_difference", PAIRWISE["dot"])  # removed after the test
     del PAIRWISE["absolute_difference"]
-    for _ in range(2):  # a trial of a notebook may run twice
+    for _ in range(2):  # a cell of a notebook may run twice
         assert san.register_relation("absolute_difference", lambda R, K: R)(absolute_difference) is absolute_difference
     model = san.create_model("san10_pairwise", 10, relation="absolute_difference", num_stages=2, width_mult=0.5)
     model(torch.randn(2, 3, 24, 24)).sum().backward()

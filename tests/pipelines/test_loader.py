@@ -371,7 +371,7 @@ def test_gpu_graph_gives_the_images_of_the_cpu(shades: Path, split: str, monkeyp
     monkeypatch.setattr(dali, "Pipeline", lambda **settings: pipeline(**settings | {"device_id": None}))
     monkeypatch.setattr(dali, "GPU_DECODER", {"device": "cpu", "output_type": dali.types.RGB})
     monkeypatch.setattr(Loader, "_copy", lambda self, images: from_dlpack(images.as_tensor()).clone())
-    monkeypatch.setattr(Loader, "_on_device", lambda self, tensor: tensor)
+    monkeypatch.setattr("pipelines.loader.to_device", lambda tensor, device: tensor)
     on_cpu, on_gpu = loader(shades, split), loader(shades, split)
     on_gpu.device = torch.device("cuda", 0)
     for here, there in zip(on_cpu.epoch(1), on_gpu.epoch(1), strict=True):

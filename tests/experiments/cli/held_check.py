@@ -20,7 +20,7 @@ def held(images: list[tuple[int, Source]]) -> list[Broken]:
 
 
 if __name__ == "__main__":
-    from experiments.cli import main
+    from experiments.cli.commands import main
     from experiments.runner import progress
 
     progress.SECONDS_BETWEEN_DRAWINGS = 0.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from experiments.cli import main
+from experiments.cli.commands import main
 from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.runs.bucket import S3Store

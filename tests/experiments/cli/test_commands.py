@@ -19,7 +19,7 @@ import torch
 from click.testing import CliRunner
 
 from cluster.session import private_folder
-from experiments.cli import cli
+from experiments.cli.commands import cli
 from experiments.config.config import PROJECT_DIR
 from experiments.config.expand import GRIDS_DIR, expand, profile_path
 from experiments.config.grid import GridRequest

@@ -108,12 +108,12 @@ def test_grid_stops_the_trials_that_do_not_learn(
         early_stopping: {grace_epochs: 2, reduction: 2}
     """)
     grid_run = open_grid_run(GridRequest(path, "digits", (), runs, serial=True))
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     said = capsys.readouterr().err
     stopped = re.findall(r"\] (\S+) stopped at epoch 2 of 4 by early stopping", said)
     assert {"lr1e-9", "lr1e-9-seed1"} <= set(stopped), said
     assert len(stopped) <= 3, said  # the second that learns stops if it is worse than the first
     assert f"stopped early: {', '.join(sorted(stopped))}" in said
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     again = f"4 trials, {4 - len(stopped)} already finished, {len(stopped)} already stopped early, 0 to train"
     assert again in capsys.readouterr().err

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from cluster import ReportFn
 from cluster.session import only_session
 from experiments.cli.run import run
 from experiments.config.grid import GridRequest, Trial
@@ -21,7 +22,6 @@ from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import missing_measurements
 from experiments.runs.workspace import Workspace
 from experiments.training import trainer
-from experiments.training.reporter import ReportFn
 from experiments.training.trainer import run_trial
 from tests.cluster.test_supervision import AGENTS, MARK, wait_until_gone
 from tests.experiments.conftest import SMALL_GRID, OpenGrid, WriteGrid
@@ -106,7 +106,7 @@ def test_ray_stops_trials_early_and_measures_the_others(start: Start, write_grid
         assert driver.finish() == 0, driver.said
     grid_run = open_grid_run(GridRequest(grid, "digits", (), tmp_path / "runs"))
     results = known_results(grid_run)
-    stopped_at = {trial.name: results[trial.key].stopped_at for trial in grid_run.wanted}
+    stopped_at = {trial.name: results[trial.key].stopped_at for trial in grid_run.selected}
     assert stopped_at["lr1e-9"] == stopped_at["lr1e-9-seed1"] == 2
     assert None in stopped_at.values() and missing_measurements(grid_run, results) == {}
 
@@ -135,13 +135,13 @@ def test_interrupted_grid_saves_its_work_and_resumes(
     monkeypatch.setattr(execute, "run_trial", interrupted_in_the_second)
     monkeypatch.setattr(trainer, "SECONDS_BETWEEN_CHECKS", -1.0)
     with pytest.raises(KeyboardInterrupt):
-        run(grid_run, None)
+        run(grid_run.request, None)
     assert len(started) == 2
     assert re.search(rf"{started[1]} saved at epoch [12]/2, step ", capsys.readouterr().err)
     assert sorted(found.info.status for found in runs_of(grid_run)) == ["FINISHED", "KILLED"]
 
     monkeypatch.setattr(execute, "run_trial", run_trial)
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     assert re.search("3 trials, 1 already finished, 2 to train", capsys.readouterr().err)
     (interrupted,) = (trial for trial in grid_run.trials if trial.row == started[1])
     assert "resuming from epoch-000" in grid_run.workspace.log(interrupted).read_text()

@@ -86,9 +86,9 @@ def test_lost_node_costs_at_most_one_checkpoint_interval(grid: Path, tmp_path: P
 def _assert_complete(grid_run: GridRun) -> None:
     """Checks that every trial is finished, and that MLflow has one run for it, with each epoch once."""
     results = grid_run.tracker.results()
-    assert [results[trial.key].finished for trial in grid_run.wanted] == [True] * len(grid_run.wanted)
+    assert [results[trial.key].finished for trial in grid_run.selected] == [True] * len(grid_run.selected)
     epochs = [sorted(steps) for steps in logged_epochs(grid_run).values()]
-    assert epochs == [list(range(EPOCHS))] * len(grid_run.wanted)
+    assert epochs == [list(range(EPOCHS))] * len(grid_run.selected)
 
 
 def test_trial_of_a_node_without_a_network_goes_on_elsewhere(grid: Path, tmp_path: Path) -> None:

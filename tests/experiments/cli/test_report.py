@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli.run import print_report
 from experiments.config.config import PROJECT_DIR
 from experiments.config.grid import GridRequest
+from experiments.report.data import grid_report
 from experiments.report.tables import caption
+from experiments.report.write import print_report
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.plan import plan, plan_in_words
 from tests.experiments.conftest import OpenGrid, Rejected, San, WriteGrid
@@ -20,7 +21,7 @@ def test_names_rows_that_are_missing_from_the_papers_table(
     rows = "\n".join(f"  - {{id: {row}, model: {{name: resnet26}}}}" for row in ("resnet26_3", *"abcde"))
     path = write_grid(f"question: Which rows?\ntable: footprint\nrows:\n{rows}\n")
     grid_run = open_grid_run(GridRequest(path, "digits", (), tmp_path))
-    print_report(grid_run, {})
+    print_report(grid_report(grid_run, {}))
     missing = "lacks a, b, c and 2 more rows"
     assert missing in capsys.readouterr().out
     assert missing in " ".join(plan_in_words(grid_run, plan(grid_run), None)[0])

@@ -11,11 +11,11 @@ import pytest
 from torch import nn
 
 import san
-from cluster import Node, Resources
+from cluster import Node, ReportFn, Resources
 from cluster.errors import LostError
 from experiments.cli.run import run, study
 from experiments.config.config import PROJECT_DIR, flat
-from experiments.config.expand import expand, grid_path
+from experiments.config.expand import GRIDS_DIR, expand, grid_path
 from experiments.config.grid import GridRequest, Trial
 from experiments.errors import UserError
 from experiments.paper.tables import paper_claims, paper_rows, table_names
@@ -29,7 +29,6 @@ from experiments.runs.claims import claimed_trials
 from experiments.runs.workspace import Workspace
 from experiments.tracking import Result, TrackerError
 from experiments.tracking.tracker import Tracker
-from experiments.training.reporter import ReportFn
 from san.models.registry import VARIANTS
 from tests.experiments.conftest import OpenGrid, San, WriteGrid
 from tests.experiments.samples import EPOCH, runs_of
@@ -72,15 +71,15 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the page and the plot of a grid by empty files."""
-    monkeypatch.setattr("experiments.cli.run.render", lambda report: "")
-    monkeypatch.setattr("experiments.cli.run.save_plot", lambda *arguments: arguments[-1].touch())
+    monkeypatch.setattr("experiments.report.write.render", lambda report: "")
+    monkeypatch.setattr("experiments.report.write.save_plot", lambda *arguments: arguments[-1].touch())
 
 
 @pytest.mark.usefixtures("plain_report")
 def test_equal_trials_are_trained_once(open_text: OpenGrid, trained: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Equal rows of a grid, rows of another grid, and all rows when the command is repeated."""
     grid_run = open_text(EQUAL_ROWS)
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     assert trained == ["first/other", "first/plain"]
     out, err = capsys.readouterr()
     assert "3 trials, 1 identical to another trial, 2 to train" in err
@@ -89,12 +88,12 @@ def test_equal_trials_are_trained_once(open_text: OpenGrid, trained: list[str], 
     assert "Is it the same?" in out and "top-1 paper" not in out
     shown = [line.split()[:2] for line in out.splitlines()[-4:-1]]
     assert shown == [["plain", "2.0"], ["other", "1.0"], ["written_out", "2.0"]]
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     assert "3 trials, 3 already finished, 0 to train" in capsys.readouterr().err
 
     second = open_text("{question: q, product: {model.name: [san10_pairwise], model.footprint: [5, 3]}}", "second")
     assert [trial.finished for trial in plan(second)] == [True, False]
-    assert run(second, None)
+    assert run(second.request, None)
     assert trained[2:] == ["second/namesan10_pairwise-footprint3"]
     assert [line.top1 for line in table_rows(second, known_results(second))] == [1.0, 3.0]
 
@@ -104,7 +103,7 @@ def test_names_of_files_and_folders_may_have_any_characters(write_grid: WriteGri
     (profile := tmp_path / 'bob\'s "own".yaml').write_text("extends: digits")
     grid, runs = write_grid(EQUAL_ROWS, 'bob\'s "grid".yaml'), tmp_path / "50%41?#ö"
     grid_run = open_grid_run(GridRequest(grid, str(profile), (), runs, serial=True))
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     assert all(trial.finished for trial in plan(grid_run)) and (runs / "mlflow.db").exists()
 
 
@@ -128,14 +127,14 @@ def test_report_in_mlflow_is_current(open_text: OpenGrid, trained: list[str], mo
         train(*arguments, **options)
 
     monkeypatch.setattr(execute, "run_trial", recording)
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     assert before == ["RUNNING", "RUNNING"]
     status, files = reported_in_mlflow(grid_run)
     assert status == "FINISHED" and "| b | 2.0 |" in files["table.md"]
 
     result = grid_run.tracker.results()[grid_run.trials[1].key]
     grid_run.tracker.client.log_metric(result.run_id, "val/top1", 77.0, step=1)
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     status, files = reported_in_mlflow(grid_run)
     assert status == "FINISHED" and "| b | 77.0 |" in files["table.md"] and "77.0" in files["report.html"]
 
@@ -145,8 +144,8 @@ def test_grid_with_other_overrides_has_its_own_report_and_claim(open_text: OpenG
     text = "{question: q, rows: [{id: a, model: {name: resnet26}}]}"
     plain, changed = open_text(text), open_text(text, "first", "recipe.lr=0.3")
     with claimed_trials(plain.workspace.store, plain.full_name, {trial.key: trial for trial in plain.trials}):
-        assert run(changed, None)
-    assert run(plain, None)
+        assert run(changed.request, None)
+    assert run(plain.request, None)
     _, files = reported_in_mlflow(plain)
     assert "| a | 1.0 |" in files["recipe.lr=0.3/table.md"] and "| a | 2.0 |" in files["table.md"]
 
@@ -272,7 +271,7 @@ def test_cheapest_trials_start_first(open_text: OpenGrid, trained: list[str]) ->
     planned = [trial.row for trial in plan(grid_run)]
     assert planned == ["few_images", "large", "small", "as_small", "small_and_long"]
 
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     assert trained == [f"first/{row}" for row in planned]
     assert [trial.row for trial in plan(grid_run)] == [trial.row for trial in grid_run.trials]
 
@@ -284,13 +283,13 @@ def test_trial_that_another_command_trains_is_skipped(
     grid_run = open_text(EQUAL_ROWS)
     plain = grid_run.trials[0]
     with claimed_trials(grid_run.workspace.store, "other-digits", {plain.key: plain}):
-        assert not run(grid_run, None)
+        assert not run(grid_run.request, None)
     assert trained == ["first/other"]
     err = capsys.readouterr().err
     assert "skipped, because another `san run` uses the same trials: plain" in err
     assert "trained 1 trial in " in err
     assert "not finished: plain, written_out; to resume, run `" in err
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     assert trained == ["first/other", "first/plain"]
 
 
@@ -323,13 +322,13 @@ def test_reports_failed_trials_and_results_that_mlflow_did_not_accept(
     monkeypatch.setattr(store, "OUTAGE_TIMEOUT", 0.1)
     monkeypatch.setattr(store, "PAUSE", 0.01)
     if is_back:
-        assert not run(grid_run, None)
+        assert not run(grid_run.request, None)
         err = capsys.readouterr().err
         assert "trained 1 of 2 trials in " in err and "; failed: other\n" in err
         assert "\nplain: trained, but MLflow" in err
     else:
         with pytest.raises(TrackerError, match=r"MLflow at .*\ntrained trials are kept"):
-            run(grid_run, None)
+            run(grid_run.request, None)
 
 
 @pytest.mark.usefixtures("plain_report")
@@ -340,8 +339,9 @@ def test_study_trains_every_trial_once_and_writes_its_page(
     claims = {table: paper_claims()[table] for table in ("mapping", "position")}
     monkeypatch.setattr("experiments.cli.run.paper_claims", lambda: claims)
     page, kept = tmp_path / "docs" / "page.md", tmp_path / "docs" / "kept.csv"
-    assert not study("digits", 2, runs, None, page, kept, trains=False) and not trained
-    assert study("digits", 2, runs, None, page, kept, serial=True)
+    request = GridRequest(GRIDS_DIR, runs=runs, seeds=2, serial=True)
+    assert not study(request, None, page, kept, trains=False) and not trained
+    assert study(request, None, page, kept)
     rows = sum(len(paper_rows(table)) for table in claims)
     assert len(trained) == len(set(trained)) == 2 * (rows - 1)
     text = " ".join(page.read_text().split())
@@ -349,7 +349,7 @@ def test_study_trains_every_trial_once_and_writes_its_page(
     plots = {f"study-{table}.png" for table in claims}
     assert {path.name for path in page.parent.iterdir()} == {"page.md", "kept.csv"} | plots
     before, count = page.read_text(), len(trained)
-    assert study("digits", 2, tmp_path / "another machine", None, page, kept)
+    assert study(replace(request, runs=tmp_path / "another machine"), None, page, kept)
     assert len(trained) == count and page.read_text() == before
 
 
@@ -358,5 +358,5 @@ def test_study_checks_its_page_before_training(where: str, trained: list[str], t
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write"):
-        study("digits", 2, tmp_path / "runs", None, tmp_path / where, tmp_path / "kept.csv")
+        study(GridRequest(GRIDS_DIR, runs=tmp_path / "runs", seeds=2), None, tmp_path / where, tmp_path / "kept.csv")
     assert not trained

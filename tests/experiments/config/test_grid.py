@@ -384,6 +384,7 @@ PLOT = "plot: {x: model.footprint, series: model.name, label: l}"
         (f"question: q\nrows: [{MODEL}, {{id: a-lr1}}]\nproduct: {{recipe.lr: [1, 2, 1]}}", "unique.*: a-lr1, a-lr1-lr1"),
         (f"question: q\ntable: footprint\nrobustness: rotation\nrows: [{MODEL}]", "table: 'footprint'.*rotation"),
         (f"question: q\ntable: rotation\nrows: [{MODEL}]", "robustness: missing"),
+        (f"question: q\ntable: footprnt\nrows: [{MODEL}]", "did you mean `footprint`"),
         (
             f"question: q\n{PLOT}\nrows: [{MODEL}, {{id: b, model: {{name: resnet26}}, recipe: {{lr: 1}}}}]",
             "plot: rows a and b",

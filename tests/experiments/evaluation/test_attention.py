@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import san
-from experiments.evaluation.attention import Attention, between_channels, compute_attention, in_words, open_image
+from experiments.evaluation.attention import Attention, attention_in_words, between_channels, compute_attention, open_image
 from experiments.evaluation.evaluate import LoadedModel, open_checkpoint
 from san import ops
 from tests.experiments.conftest import Rejected, San, captured_san
@@ -120,7 +120,7 @@ def test_layer_by_default_number_and_name(files: Path) -> None:
         attention = look_at(files, "pairwise", layer=layer)
         assert attention.layer == f"{name}.attention"
         is_narrow = name.startswith("stage1")
-        assert ("only one channel" in in_words(attention)) == (len(attention.weight_GKn) == 1) == is_narrow, layer
+        assert ("only one channel" in attention_in_words(attention)) == (len(attention.weight_GKn) == 1) == is_narrow, layer
 
 
 @given(st.integers(1, 4), st.integers(2, 9), st.integers(1, 3), st.integers(0, 99))
@@ -164,7 +164,7 @@ def test_rejects(files: Path, rejected: Rejected, monkeypatch: pytest.MonkeyPatc
         (["san10_pairwise.pt", "colours.png", "--pixel", "3"], "--pixel 3: not ROW,COL"),
         (["san10_pairwise.pt", "colours.png", "--pixel", "3,3", "--grid", "2"], "both `--pixel` and `--grid`"),
         (["san10_pairwise.pt", "colours.png", "--grid", "7"], "at most 6"),
-        (["san10_pairwise.pt", "colours.png", "--layer", "3"], "1 stage1.blocks.1.attention"),
+        (["san10_pairwise.pt", "colours.png", "--layer", "stage1.block.1"], "did you mean `stage1.blocks.1.attention`?"),
         (["san10_pairwise.pt", "colours.png", "--out", "a.jpg"], "--out a.jpg: "),
         (["san10_pairwise.pt", "colours.png", "--out", "none/a.png"], "none/a.png: cannot write"),
         (["resnet26.pt", "colours.png"], "resnet26 has no attention layers"),

@@ -24,7 +24,7 @@ from experiments.cli.run import run
 from experiments.config.grid import GridRequest
 from experiments.evaluation.evaluate import LoadedModel, evaluation_loader, open_checkpoint, open_images
 from experiments.evaluation.robustness import PROTOCOLS, Attack, OnPixels, Rotation, predictions, targets, within
-from experiments.report.tables import measurements_of
+from experiments.report.data import grid_report
 from experiments.runner import execute
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
@@ -145,23 +145,23 @@ def test_grid_measures_only_missing_conditions(
     for begun, end, left in ((2 * keys, KeyboardInterrupt, conditions[2:]), (keys[1:], LostError, conditions[3:])):
         started.clear()
         with pytest.raises(end):
-            run(grid_run, None)
+            run(grid_run.request, None)
         assert sorted(key for key, _ in started) == sorted(begun)  # trained, then measured
         assert [run.info.status for run in runs_of(grid_run, "grid")] == ["KILLED"]
-        unfinished = [cell for cell in measurements_of(grid_run, known_results(grid_run)) if cell.ours is None]
+        unfinished = [cell for cell in grid_report(grid_run, known_results(grid_run)).measurements if cell.ours is None]
         assert {(cell.row, cell.condition) for cell in unfinished} == {("not_in_the_paper", each.name) for each in left}
 
     monkeypatch.setattr(execute, "MeasureProgress", progress)
     started.clear()
     capsys.readouterr()
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     (task,) = (value for _, value in started)
     assert isinstance(task, MeasureTask) and task.conditions == left
     out, err = capsys.readouterr()
     assert "1 trial to measure" in err and "not_in_the_paper cw270: top-1 " in err
     results = known_results(grid_run)
     metrics = {trial.row: results[trial.key].metrics for trial in grid_run.trials}
-    found = {(cell.row, cell.condition, cell.number): cell for cell in measurements_of(grid_run, results)}
+    found = {(cell.row, cell.condition, cell.number): cell for cell in grid_report(grid_run, results).measurements}
     for row in ("resnet26", "not_in_the_paper"):
         assert found[row, "none", "top1"].ours == metrics[row]["val/top1"]
         turned = found[row, "cw90", "top1"]
@@ -171,7 +171,7 @@ def test_grid_measures_only_missing_conditions(
     assert sum(line.startswith(("none", "cw", "upside_down")) for line in out.splitlines()) == 10
 
     started.clear()
-    assert run(grid_run, None)
+    assert run(grid_run.request, None)
     assert started == []
     assert capsys.readouterr().out == out
     (run_of_grid,) = runs_of(grid_run, "grid")

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.cli.run import write_page
 from experiments.config.grid import GridRequest, ProtocolName
 from experiments.evaluation.robustness import PROTOCOLS
 from experiments.report import data, plots
-from experiments.report.data import GridReport, shown_rows, table_rows
+from experiments.report.data import GridReport, grid_report, shown_rows, table_rows
 from experiments.report.page import ONE_SEED, render
 from experiments.report.plots import CURVES
+from experiments.report.write import write_page
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
 from tests.experiments.conftest import OpenGrid, Printed, San, WriteGrid
@@ -95,7 +95,7 @@ def test_command_draws_the_attention_of_the_best_row(finished_grid: OpenGrid, tm
     grid_run, page = finished_grid(), tmp_path / "page.html"
     (tmp_path / "mine.py").touch()
     grid_run = replace(grid_run, request=replace(grid_run.request, imports=(str(tmp_path / "mine.py"),)))
-    write_page(grid_run, known_results(grid_run), page)
+    write_page(grid_report(grid_run, known_results(grid_run)), page)
     command = read_page(page).findtext(".//section[@id='attention-weights']//code")
     best = next(trial for trial in grid_run.trials if trial.row == "patchwise_3")
     assert command == f"san attention {best.key} 0 --import={tmp_path / 'mine.py'} --runs {grid_run.workspace.runs}"
@@ -113,7 +113,7 @@ def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Pa
     kept = ["row1", "row2", "row4"]
     assert shown_rows(lines) == kept
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
-    report = GridReport(grid_run, results, lines, (), curves, {})
+    report = GridReport(grid_run, results, lines, (), curves)
     text = render(report)
     assert text.count("Only the best 3 of the 6 rows") == 2  # have curves and commands
     assert ONE_SEED in text
@@ -154,7 +154,7 @@ def test_protocol_table(
     run_id = known_results(grid_run)[grid_run.trials[0].key].run_id
     for condition, value in zip(PROTOCOLS[protocol].conditions[:2], (90.0, 80.0), strict=True):
         grid_run.tracker.add(run_id, condition.metrics(dict.fromkeys(condition.numbers, value)))
-    write_page(grid_run, known_results(grid_run), tmp_path / "page.html")
+    write_page(grid_report(grid_run, known_results(grid_run)), tmp_path / "page.html")
     root = read_page(tmp_path / "page.html")
     headings = [text_of(heading) for heading in root.iter("h2")]
     assert headings[:2] == ["Results", "Accuracy on clean images"]
@@ -172,6 +172,6 @@ def test_links_runs_on_a_server(finished_grid: OpenGrid, tmp_path: Path, monkeyp
     result = results[grid_run.trials[0].key]
     monkeypatch.setattr(GridRun, "tracker", property(lambda grid_run: tracker))
     workspace = replace(grid_run.workspace, tracking_uri="https://runs.example.org/")
-    write_page(replace(grid_run, workspace=workspace), results, path)
+    write_page(grid_report(replace(grid_run, workspace=workspace), results), path)
     place = f"https://runs.example.org/#/experiments/{result.experiment_id}/runs/{result.run_id}"
     assert f'<a href="{place}"><code>{result.run_id}</code></a>' in path.read_text()

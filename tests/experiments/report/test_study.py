@@ -7,7 +7,7 @@ import pytest
 
 from experiments.config.expand import GRIDS_DIR
 from experiments.config.grid import GridRequest
-from experiments.paper.tables import Claim, paper_claims, paper_rows
+from experiments.paper.tables import PaperClaim, paper_claims, paper_rows
 from experiments.report.interval import Interval, pooled
 from experiments.report.study import Finding, Section, findings, section_of, spreads_of, write_study
 from experiments.runner.grid_run import GridRun, open_grid_run
@@ -50,7 +50,7 @@ def test_verdict_follows_from_the_interval() -> None:
         (Interval(0.0, 0.0), "inconclusive"),
         (None, "open"),
     ):
-        assert Finding(Claim("a", "b", "A is better."), 1.0, gap).verdict == verdict, gap
+        assert Finding(PaperClaim("a", "b", "A is better."), 1.0, gap).verdict == verdict, gap
 
 
 def test_findings_compare_the_seeds_of_two_rows(tmp_path: Path) -> None:

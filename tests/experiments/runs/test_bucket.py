@@ -39,7 +39,7 @@ def test_rejects_an_address_with_a_password_without_printing_it(uri: str) -> Non
         ("gs://runs/prefix", "expected a folder or a bucket such as s3://bucket/prefix"),
         ("s3:///prefix", "s3:///prefix: the name of the bucket is missing"),
         ("s3://[runs/prefix", "not a valid address"),
-        ("s3://runs/prefix?endpoint=http://host", "unknown option endpoint; choose from endpoint_override"),
+        ("s3://runs/prefix?endpoint=http://host", "unknown option endpoint; did you mean `endpoint_override`?"),
     ],
 )
 def test_rejects_an_invalid_address(uri: str, message: str) -> None:

@@ -1,5 +1,6 @@
 """Fine-tuning: initial weights from files of each kind, frozen parts, learning rates by part."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 import san
 from experiments.config.grid import GridRequest
 from experiments.errors import UserError
+from experiments.runner.execute import execute
 from experiments.runner.grid_run import open_grid_run
+from experiments.runner.plan import plan
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.fine_tuning import init_digest, initialize
 from experiments.training.trainer import run_trial
@@ -70,10 +73,21 @@ def test_grid_continues_from_the_key_of_a_trial(trained: Trained) -> None:
     request = trained.grid_run.request
     init = f"recipe.init={trained.trial.key}"
     again = open_grid_run(replace(request, overrides=(*request.overrides, "recipe.epochs=7", init), only=("pairwise_3",)))
-    (trial,) = again.wanted
+    (trial,) = again.selected
     assert trial.config.recipe.init == trained.trial.key and trial.init_digest and trial.key != trained.trial.key
     with pytest.raises(UserError, match=r"recipe\.init=0123456789ab: .* no such file, and no checkpoints of trial"):
         open_grid_run(replace(request, overrides=(*request.overrides, "recipe.init=0123456789ab")))
+
+
+def test_only_training_and_plans_load_the_weights(write_grid: WriteGrid, tmp_path: Path) -> None:
+    """A report needs the digest of the file, because it is part of the keys."""
+    (tmp_path / "a.pt").write_text("no weights")
+    path = write_grid("question: q\nrows: [{id: a, model: {name: resnet26}}]")
+    grid_run = open_grid_run(GridRequest(path, "digits", (f"recipe.init={tmp_path / 'a.pt'}",), tmp_path / "runs", serial=True))
+    assert {trial.init_digest for trial in grid_run.trials} == {hashlib.sha256(b"no weights").hexdigest()[:16]}
+    for command in (plan, lambda grid_run: execute(grid_run, None)):
+        with pytest.raises(UserError, match=r"row a: recipe\.init=.*a\.pt"):
+            command(grid_run)
 
 
 @pytest.mark.parametrize("classes", [("a", "b", "c"), ("b", "a")], ids=["number", "names"])
