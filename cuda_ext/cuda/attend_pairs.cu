@@ -1,10 +1,10 @@
-// attend_pairs, forward and backward: the layers u = weight1 a1 + shift2 and z = weight2 relu(u), the softmax over the
-// footprint, and the weighted sum of values. The weights are never stored. Definition: san/ops/fused_reference.py.
+// attend_pairs and attend_pairs_of_batch, forward and backward: the layers u = weight1 a1 + shift2 and z = weight2
+// relu(u), the softmax over the footprint, and the weighted sum of values. The weights are never stored. Definitions:
+// san/ops/fused_reference.py.
 //
 // Backward computes the weights twice more: from the side of pixels for the gradient of the logits, gz, which is stored
-// in float, and from the side of their partners for that of the values. Three launches then compute a1 and u again: the
-// kernel of pair_gradients.cuh runs for center and for around, and another kernel sums the gradients of the layers over
-// pairs.
+// in float, and from the side of their partners for that of the values. The kernels of pair_layers.cuh then compute a1
+// and u again for the other gradients.
 #include <tuple>
 
 #include "second_norm.cuh"
@@ -27,7 +27,12 @@ class Logits {
   __device__ __forceinline__ void add(const Rows& rows, const Team& team, float (&z)[kTiles][4]) const {
     for_each_tile<(S::is_whole ? 1 : 0)>(layers_.chunks, [&](int chunk) {
       float u[S::hidden][4];
-      layers_.hidden(rows.p, team, chunk, [&](int c, float (&a1)[4]) { rows.activate(c, a1); }, weight1_, u);
+      SAN_UNROLL
+      for (int e = 0; e < S::hidden; ++e) {
+        const auto shift = layers_.shift(team, chunk, e);
+        u[e][0] = u[e][2] = shift.data[0], u[e][1] = u[e][3] = shift.data[1];
+      }
+      layers_.add_products(rows.p, chunk, [&](int c, float (&a1)[4]) { rows.activate(c, a1); }, weight1_, u);
       SAN_UNROLL
       for (int e = 0; e < S::hidden; ++e) {
         const F upper = F::of_rectified(rectified(u[e][0]), rectified(u[e][1]));

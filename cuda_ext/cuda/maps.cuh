@@ -148,6 +148,7 @@ struct Matrix {
   double factor = 1;
   const float* of_rows = nullptr;
 
+  // Without factors of rows.
   Matrix transposed() const { return {values, columns, rows, column_stride, row_stride, factor}; }
   Matrix times(double x) const { return {values, rows, columns, row_stride, column_stride, factor * x, of_rows}; }
   Matrix times_rows(const float* x) const { return {values, rows, columns, row_stride, column_stride, factor, x}; }

@@ -19,12 +19,15 @@ struct Layers {
   const float* shift2;  // [chunks * 8 * S::hidden]
   const F* weight2;     // forward [chunk of S::weights][tile of u][S::weights], backward [chunk][tile of gz][S::hidden]
 
-  // u of 16 pairs in one chunk. `right` are the lane's operands of weight1.
+  // Adds weight1 a1 of 16 pairs in one chunk. `right` are the lane's operands of weight1.
   template <class Activation, class Right>
-  __device__ __forceinline__ void hidden(const Pairs& p, const Team& team, int chunk, const Activation& activation,
-                                         const Right& right, float (&u)[S::hidden][4]) const {
-    first_layer<F, S>(p, activation, right, chunk * p.tiles * S::hidden, shift2 + chunk * 8 * S::hidden + team.column,
-                      u);
+  __device__ __forceinline__ void add_products(const Pairs& p, int chunk, const Activation& activation,
+                                               const Right& right, float (&u)[S::hidden][4]) const {
+    add_first_layer<F, S>(p, activation, right, chunk * p.tiles * S::hidden, u);
+  }
+  // shift2 of the lane's two channels in a tile.
+  __device__ __forceinline__ Pack<2, float> shift(const Team& team, int chunk, int tile) const {
+    return Pack<2, float>::load(shift2 + (chunk * S::hidden + tile) * 8 + team.column);
   }
 };
 
@@ -77,8 +80,9 @@ struct LogitGradients {
   }
 };
 
-// Computes the gradient of a1: weight1^T (weight2^T gz where u > 0, plus slope u + constant). Slope and constant are
-// the derivatives of the statistics of u if the layers contain the norm of the batch (second_norm.cuh), else 0.
+// Computes the gradient of a1: weight1^T (weight2^T gz where u > 0, plus slope (u - shift2) + constant). Slope and
+// constant are the derivatives of the statistics of u if the layers contain the norm of the batch (second_norm.cuh),
+// else 0. u is computed without shift2, with which the two terms would cancel.
 template <class F, class S>
 struct ActivationGradient {
   LogitGradients gz;
@@ -93,8 +97,8 @@ struct ActivationGradient {
     const F* right = back + int64_t(chunk) * layers.chunks * KE * D * kWarp + team.lane;
     const float *upper = gz.at(rows.p, rows.center(0), offset), *lower = gz.at(rows.p, rows.center(1), offset);
     for_each_tile<(S::is_whole ? 1 : 0)>(layers.chunks, [&](int hidden) {
-      float u[KE][4], gu[KE][4] = {};
-      layers.hidden(rows.p, team, hidden, activation, Loaded<F>{layers.weight1 + team.lane}, u);
+      float u[KE][4] = {}, gu[KE][4] = {};
+      layers.add_products(rows.p, hidden, activation, Loaded<F>{layers.weight1 + team.lane}, u);
       const F* weight2 = layers.weight2 + int64_t(hidden) * gz.tiles * KE * kWarp + team.lane;
       for_each_tile<(S::is_whole ? S::weights : 0)>(gz.tiles, [&](int k) {
         const int channel = 8 * k + team.column;
@@ -104,9 +108,11 @@ struct ActivationGradient {
       for (int e = 0; e < KE; ++e) {
         if constexpr (!S::is_whole) __syncwarp();  // else the compiler loads all weights at once and spills registers
         const auto term = Pack<4, float>::load(terms + 16 * (hidden * KE + e) + 2 * team.column);
+        const auto shift = layers.shift(team, hidden, e);
         SAN_UNROLL
         for (int n = 0; n < 4; ++n) {
-          gu[e][n] = term.data[n % 2] * u[e][n] + ((u[e][n] > 0 ? gu[e][n] : 0) + term.data[2 + n % 2]);
+          const float of_relu = u[e][n] > -shift.data[n % 2] ? gu[e][n] : 0;
+          gu[e][n] = term.data[n % 2] * u[e][n] + (of_relu + term.data[2 + n % 2]);
         }
         multiply_all(g, F(gu[e][0], gu[e][1]), F(gu[e][2], gu[e][3]), right + (hidden * KE + e) * D * kWarp);
       }

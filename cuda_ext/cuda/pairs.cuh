@@ -214,16 +214,10 @@ struct PixelColumns {
   }
 };
 
-// sum = matrix a1 + start of 16 pairs, in N tiles of channels. `matrix` are the lane's operands, from tile `first` on,
-// and `start` points to its first value.
+// sum += matrix a1 of 16 pairs, in N tiles of channels. `matrix` are the lane's operands, from tile `first` on.
 template <class F, class S, int N, class Activation, class Right>
-__device__ __forceinline__ void first_layer(const Pairs& p, const Activation& activation, const Right& matrix,
-                                            int first, const float* start, float (&sum)[N][4]) {
-  SAN_UNROLL
-  for (int n = 0; n < N; ++n) {
-    const auto two = Pack<2, float>::load(start + 8 * n);
-    sum[n][0] = sum[n][2] = two.data[0], sum[n][1] = sum[n][3] = two.data[1];
-  }
+__device__ __forceinline__ void add_first_layer(const Pairs& p, const Activation& activation, const Right& matrix,
+                                                int first, float (&sum)[N][4]) {
   for_each_relation_tile<S>(p, [&](int c) {
     float a1[4];
     activation(c, a1);

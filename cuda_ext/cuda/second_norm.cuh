@@ -36,7 +36,7 @@ __global__ void fold_norm_kernel(SecondNorm n, float* mean, float* var, float* w
   double sum = 0, squares = 0;
   for (int c = lane; c < n.d; c += kWarp) sum += double(row[c]) * n.input_mean[c], squares += row[c] * n.spread(e, c);
   sum = sum_over_warp(sum), squares = sum_over_warp(squares);
-  const double scale = n.weight[e] / std::sqrt((squares > 0 ? squares : 0) + n.eps);
+  const double scale = n.weight[e] / std::sqrt((squares < 0 ? 0 : squares) + n.eps);
   for (int c = lane; c < n.d; c += kWarp) weight1[int64_t(e) * n.d + c] = static_cast<float>(scale * row[c]);
   if (lane > 0) return;
   mean[e] = static_cast<float>(sum), var[e] = static_cast<float>(squares);
@@ -51,9 +51,9 @@ struct UnfoldedGradients {
   int channels;
 };
 
-// Also what the gradient of a1 needs: weight1^T ((s gu + grad_mean / pairs + 2 grad_var (u' - mean) / pairs), where u'
-// is u before the norm and s the norm's scale. As u = s (u' - mean) + bias and grad_var has the factor s, the last two
-// terms are slope u + constant without a division by s, which may be 0.
+// Also what the gradient of a1 needs, weight1^T (s gu + grad_mean / pairs + 2 grad_var (v - mean) / pairs), where v is
+// u before the norm, and s the norm's scale. As grad_var has the factor s, the last two terms are slope s v + constant
+// without a division by s, which may be 0.
 //
 // Predicted for SAN10's stage 2 on an H100: 5,000 products; 0.003 ms, for the launch.
 __global__ void unfold_norm_kernel(SecondNorm n, const float* mean, const float* var, UnfoldedGradients g) {
@@ -65,13 +65,13 @@ __global__ void unfold_norm_kernel(SecondNorm n, const float* mean, const float*
     return;
   }
   const float *row = n.weight1 + int64_t(e) * n.d, *of_row = g.of_weight1 + int64_t(e) * n.d;
-  const double inverse = 1 / std::sqrt((var[e] > 0 ? var[e] : 0) + n.eps), scale = n.weight[e] * inverse;
+  const double inverse = 1 / std::sqrt((var[e] < 0 ? 0 : var[e]) + n.eps), scale = n.weight[e] * inverse;
   double of_scale = 0;
   for (int c = lane; c < n.d; c += kWarp) of_scale += double(of_row[c]) * row[c];
   of_scale = sum_over_warp(of_scale) - double(mean[e]) * g.of_shift2[e];
   const double of_mean = -scale * g.of_shift2[e];
-  const double of_square =
-      var[e] > 0 ? -of_scale * inverse * inverse : 0;  // twice the gradient of var, divided by scale
+  // Twice the gradient of var, divided by scale.
+  const double of_square = var[e] < 0 ? 0 : -of_scale * inverse * inverse;
   for (int c = lane; c < n.d; c += kWarp) {
     const double sum = scale * of_row[c] + of_mean * n.input_mean[c] + scale * of_square * n.spread(e, c);
     g.weight1[int64_t(e) * n.d + c] = static_cast<float>(sum);
@@ -80,7 +80,7 @@ __global__ void unfold_norm_kernel(SecondNorm n, const float* mean, const float*
   g.scale[e] = static_cast<float>(scale);
   g.weight[e] = static_cast<float>(of_scale * inverse), g.bias[e] = g.of_shift2[e];
   terms[0] = static_cast<float>(of_square / n.pairs);
-  terms[2] = static_cast<float>((of_mean - of_square * n.bias[e]) / n.pairs);
+  terms[2] = static_cast<float>((of_mean - of_square * scale * mean[e]) / n.pairs);
 }
 
 }  // namespace

@@ -22,6 +22,7 @@ struct Values {
 
 // For weight channels in `g_tiles` tiles.
 inline Values values_of(const Tensor& beta, int64_t G, int64_t g_tiles) {
+  STD_TORCH_CHECK(beta.scalar_type() != ScalarType::Double, "on GPUs, beta must be float32 or a half type");
   const int64_t shares = beta.size(3) / G;
   STD_TORCH_CHECK(shares <= kShares, "on GPUs, at most ", kShares, " value channels may share a weight channel, not ",
                   shares);

@@ -158,14 +158,14 @@ class Gamma(nn.Sequential):
 
     def _attend_pairs_of_batch(self, maps: PairMaps, norm2: nn.BatchNorm2d, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
         """The same on GPUs if the second norm uses the statistics of the batch."""
-        (center, around, _), values = maps, _values(maps, kernel_size)
+        (center, around, products), values = maps, _values(maps, kernel_size)
         require_several(values)
         norm, linear, last = self._first_norm(maps, kernel_size), self[2], self[5]
         assert isinstance(linear, nn.Conv2d) and isinstance(last, nn.Conv2d)
         weight1, weight2 = (_matrix(layer).to(norm.dtype) for layer in (linear, last))
         weight, bias = (x.to(norm.dtype) for x in weight_and_bias(norm2, norm.dtype, norm.device))
         y_NMHW, mean, var = kernels.attend_pairs_of_batch(
-            center, around, norm, weight1, weight, bias, weight2, beta_NMHW, kernel_size, norm2.eps
+            center, around, norm, weight1, weight, bias, weight2, beta_NMHW, kernel_size, products, norm2.eps
         )
         track(norm2, mean if linear.bias is None else mean + linear.bias, var, values)
         return y_NMHW

@@ -105,6 +105,7 @@ def attend_pairs_of_batch(
     weight2_GE: Tensor,
     beta_NMHW: Tensor,
     kernel_size: int,
+    products: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend_pairs` with a BatchNorm between weight1 and the ReLU, by the statistics of the batch; on GPUs only.
@@ -115,7 +116,9 @@ def attend_pairs_of_batch(
     maps = _maps(center_NdHW, around_NdHW, kernel_size)
     layers = norm_3d, weight1_Ed, norm_weight_E, norm_bias_E, weight2_GE
     beta_NHWM = beta_NMHW.permute(0, 2, 3, 1)
-    y_NHWM, mean, var, *_ = torch.ops.san.attend_pairs_of_batch(*maps, *layers, beta_NHWM, kernel_size, 0, _may_use_tf32(), eps)
+    y_NHWM, mean, var, *_ = torch.ops.san.attend_pairs_of_batch(
+        *maps, *layers, beta_NHWM, kernel_size, products, _may_use_tf32(), eps
+    )
     return _in_format_of(beta_NMHW, y_NHWM), mean, var
 
 

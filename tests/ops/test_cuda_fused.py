@@ -216,6 +216,26 @@ def test_covariance_with_an_outlier(shim: Any) -> None:
     torch.testing.assert_close(got, want.float(), rtol=3e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("bias", [1, 100])
+def test_second_norm_with_a_small_weight_and_a_large_bias(bias: float, shim: Any) -> None:
+    """The gradients of its statistics are small differences of terms that must not grow with the bias."""
+    *maps, weight1, norm_weight, norm_bias, weight2, beta = sample("attend_pairs_of_batch")
+    tensors = *maps, weight1, norm_weight * 1e-6, norm_bias * bias, weight2, beta
+    exact = tuple(x.float().double() for x in tensors)
+    _, *got = run_kernels("attend_pairs_of_batch", tuple(x.float() for x in exact), Sizes(), shim)
+    _, *want = wanted("attend_pairs_of_batch", exact, Sizes())
+    for ours, theirs in zip(got[:3], want[:3], strict=True):  # of center, around and norm; they are small, too
+        assert (ours - theirs).norm() < 1e-4 * theirs.norm()
+
+
+def test_statistics_that_are_not_finite_show_in_the_result(shim: Any) -> None:
+    """As with other norms, and not only in the running statistics."""
+    center, around, norm, *layers = sample("attend_pairs_of_batch", dtype=torch.float32)
+    center[0, 3, 3], norm[1] = 1e20, 1
+    y, mean, var, *_ = with_saved("attend_pairs_of_batch", (center, around, norm, *layers), Sizes(), shim)
+    assert mean.isfinite().all() and not var.isfinite().any() and y.isnan().any()
+
+
 @pytest.mark.parametrize("operator", ["attend_pairs", "patch_linear"])
 def test_nan_only_affects_footprints_that_contain_it(operator: str, shim: Any) -> None:
     center, around, *rest = sample(operator, dtype=torch.float32)
@@ -283,6 +303,13 @@ UNSUPPORTED = {
     "products": (Sizes(products=1), torch.float32, "need differences only"),
     "no hidden layer": (Sizes(hidden=0), torch.float32, "need differences only .* and a hidden layer"),
 }
+
+
+@pytest.mark.parametrize("operator", ["attend_pairs_of_batch", "attend_patches"])
+def test_refuses_float64_values(operator: str, shim: Any) -> None:
+    *others, beta = sample(operator, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="beta must be float32 or a half type"):
+        computed(operator, (*others, beta.double()), Sizes(), shim)
 
 
 @pytest.mark.parametrize("what", UNSUPPORTED)

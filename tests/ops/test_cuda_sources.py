@@ -21,8 +21,8 @@ from tests.ops.operators import CASES, LAYOUTS, OPERATORS, Case, Operator
 
 Compilation = subprocess.CompletedProcess[str]
 CUDA_SOURCES = build.sources("cuda")
-STAGE_4_BYTES = 64
-"""On its stack, at most, for any GPU."""
+STAGE_4_BYTES, OTHER_BYTES = 64, 32
+"""On the stack, at most, of the kernels for the channels of stage 4 and, on GPUs other than H100s and H200s, of others."""
 INSTRUCTIONS = {
     "attend_patches.cu": {
         "attend_kernel<Operand<false>, 1>": 54,
@@ -33,8 +33,8 @@ INSTRUCTIONS = {
         "attend_pairs_kernel<Operand<false>, Stage2, 1>": 233,
         "logit_gradient_kernel<Operand<false>, Stage2, 1>": 219,
         "value_gradient_kernel<Operand<false>, Stage2, 1>": 207,
-        "pair_gradient_kernel<Operand<false>, Stage2, false>": 220,
-        "pair_gradient_kernel<Operand<false>, Stage2, true>": 232,
+        "pair_gradient_kernel<Operand<false>, Stage2, false>": 216,
+        "pair_gradient_kernel<Operand<false>, Stage2, true>": 229,
         "layer_gradient_kernel<Operand<false>, Stage2>": 160,
     },
     "pair_covariance.cu": {"gram_kernel<Operand<false>, Stage2>": 106},
@@ -127,7 +127,8 @@ def test_nvcc_compiles_without_warnings_or_spills(source: Path, compiled: dict[s
     assert found, "nvcc prints what each kernel needs"
     # An array is not in registers if an index is not a constant, or if there are too few of them. The kernels of stage 4 spill
     # a few values and are still 1.8 times as fast as those for all sizes (docs/results/performance.md).
-    spilling = [kernel for kernel in found if max(kernel[1:]) > (STAGE_4_BYTES if "Stage4" in kernel[0] else 0)]
+    others = OTHER_BYTES if os.environ.get("KERNEL_CASES") == "all" else 0
+    spilling = [kernel for kernel in found if max(kernel[1:]) > (STAGE_4_BYTES if "Stage4" in kernel[0] else others)]
     assert not spilling, spilling
 
 
