@@ -385,7 +385,7 @@ def test_stem_keeps_the_digits_of_filters_for_colors(scale: float, saturation: f
     wanted = step(conv, norm, x_NCHW, "reference")
     found = step(conv.float(), norm.float(), x_NCHW.float())
     for x, exact in zip(found, wanted, strict=True):
-        torch.testing.assert_close(x.double(), exact.double(), rtol=0, atol=1e-6 * float(exact.detach().abs().max()))
+        torch.testing.assert_close(x.double(), exact.double(), rtol=0, atol=2e-6 * float(exact.detach().abs().max()))
 
 
 def test_statistics_of_the_stem_are_exact_under_autocast() -> None:
