@@ -50,12 +50,19 @@ SMALL = 2**20
 
 
 class Traffic(TorchDispatchMode):
-    """Adds up bytes and operators by kind."""
+    """Adds up bytes and operators by kind, and the memory that is kept for the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes: dict[str, float] = defaultdict(float)
         self.operators: Counter[str] = Counter()
+        self.kept: dict[int, Tensor] = {}
+
+    def keep(self, x: Tensor) -> Tensor:
+        """For `saved_tensors_hooks`; a slice keeps the whole tensor, and parameters exist anyway."""
+        if not isinstance(x, torch.nn.Parameter):
+            self.kept[x.untyped_storage()._cdata] = x
+        return x
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -118,7 +125,9 @@ def step(name: str, batch: int, training: bool) -> Traffic:
         model.train(training)
         with Traffic() as traffic:
             if training:
-                cross_entropy(model(images), labels).backward()
+                with torch.autograd.graph.saved_tensors_hooks(traffic.keep, lambda x: x):
+                    loss = cross_entropy(model(images), labels)
+                loss.backward()
                 sgd.step()
             else:
                 with torch.no_grad():
@@ -139,6 +148,9 @@ def main() -> None:
             for kind in kinds
         ]
         lines.append(["sum", *(f"{sum(t.bytes.values()) / 1e9:.2f} ({sum(t.operators.values())})" for t in found.values())])
+        if training:
+            kept = [sum(x.untyped_storage().nbytes() for x in t.kept.values()) / 2**20 for t in found.values()]
+            lines.append(["MiB kept for the backward pass", *(f"{mebibytes:.0f}" for mebibytes in kept)])
         title = f"{'Training' if training else 'Evaluation'}, batch {options.batch}: GB (operators)"
         print(table(title, ["kind", *NAMES], lines))
 
