@@ -80,7 +80,7 @@ def test_interrupted_and_killed_processes_end_and_the_grid_resumes(start: Start,
     wait_until_gone(str(tmp_path))
 
     second = start(*options)
-    second.wait_for("(resnet26|patchwise)_3 (resumes|epoch|finished)")
+    second.wait_for("_3 (resumes|epoch|finished)")  # on a fast machine, the first one may have finished two trials
     os.kill(second.process.pid, signal.SIGKILL)
     second.finish()
     wait_until_gone(str(tmp_path), AGENTS)
