@@ -70,9 +70,9 @@ def test_grid_is_trained_with_every_real_part(start: Start, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_interrupted_and_killed_processes_end_and_the_grid_resumes(start: Start, tmp_path: Path) -> None:
-    options = ("recipe.epochs=3", "recipe.batch_size=32", "data.train_per_class=64")
+    options = ("recipe.epochs=10", "recipe.batch_size=32", "data.train_per_class=64")  # longer than a message takes
     first = start(*options)
-    first.wait_for("resnet26_3 epoch|resnet26_3 finished")
+    first.wait_for("_3 epoch")
     os.killpg(first.process.pid, signal.SIGINT)
     assert first.finish() == 1
     assert "the same `san run` continues it" in first.said
@@ -80,14 +80,14 @@ def test_interrupted_and_killed_processes_end_and_the_grid_resumes(start: Start,
     wait_until_gone(str(tmp_path))
 
     second = start(*options)
-    second.wait_for("_3 (resumes|epoch|finished)")  # on a fast machine, the first one may have finished two trials
+    second.wait_for("_3 (resumes|epoch)")
     os.kill(second.process.pid, signal.SIGKILL)
     second.finish()
     wait_until_gone(str(tmp_path), AGENTS)
 
     last = start(*options)
     assert last.finish() == 0, last.said
-    assert_complete(open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs")), 3)
+    assert_complete(open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs")), 10)
 
 
 @pytest.mark.slow
