@@ -73,9 +73,9 @@ attend_pairs(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor s
 attend_pairs_backward(Tensor grad, Tensor y, Tensor softmax, Tensor center, Tensor around, Tensor norm, Tensor weight1,
     Tensor shift2, Tensor weight2, Tensor beta, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor)
-# The same on GPUs with the second norm inside, by the statistics of the batch: u = weight1 a1, and the softmax of
-# weight2 relu((u - mean) / sqrt(var + eps) * norm_weight + norm_bias), all of them float32; only beta may be a half type
-# -> y; mean and biased variance of u over all pairs, [E] each; softmax; mean [d] and covariance [d, d] of a1
+# The same on GPUs with the second norm inside, by the statistics of the batch: h = weight1 a1, and the softmax of
+# weight2 relu((h - mean) / sqrt(var + eps) * norm_weight + norm_bias), all of them float32; only beta may be a half type
+# -> y; mean and biased variance of h over all pairs, [E] each; softmax; mean [d] and covariance [d, d] of a1
 attend_pairs_of_batch(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor norm_weight, Tensor norm_bias,
     Tensor weight2, Tensor beta, int kernel_size, int products, bool tf32, float eps) -> (Tensor, Tensor mean, Tensor var,
     Tensor softmax, Tensor input_mean, Tensor covariance)

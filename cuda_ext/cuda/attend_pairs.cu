@@ -428,14 +428,14 @@ Backward attend_pairs_backward(const Tensor& grad, const Tensor& y, const Tensor
   return {maps.center, maps.around, maps.norm, layers.weight1, layers.shift2, layers.weight2, to_beta};
 }
 
-// The inputs of attend_pairs_of_batch that are not those of attend_pairs, and the layers with the norm folded in.
-class BatchNorm : public Workspace {
+// The second norm of attend_pairs_of_batch, and the first layer with the norm folded in.
+class FoldedNorm : public Workspace {
  public:
   const SecondNorm norm;
   Tensor weight1, shift2, mean, var;
 
-  BatchNorm(const Tensor& center, const Tensor& weight1, const Tensor& weight, const Tensor& bias,
-            const Tensor& input_mean, const Tensor& covariance, int64_t pairs, double eps)
+  FoldedNorm(const Tensor& center, const Tensor& weight1, const Tensor& weight, const Tensor& bias,
+             const Tensor& input_mean, const Tensor& covariance, int64_t pairs, double eps)
       : Workspace(center),
         norm{keep_float(weight1),
              keep_float(weight),
@@ -484,8 +484,8 @@ OfBatch attend_pairs_of_batch(const Tensor& center, const Tensor& around, const 
   Tensor softmax = torch::stable::new_empty(center, {center.size(0), 2, G, f.pixels()});
   if (y.numel() == 0) return {y, zeros({E}), zeros({E}), softmax, input_mean, covariance};
   pair_covariance(center, around, norm, f, fast, input_mean, covariance);
-  BatchNorm batch(center, weight1, norm_weight, norm_bias, input_mean, covariance,
-                  center.size(0) * f.pixels() * f.positions(), eps);
+  FoldedNorm batch(center, weight1, norm_weight, norm_bias, input_mean, covariance,
+                   center.size(0) * f.pixels() * f.positions(), eps);
   with_stage(ScalarType::Float, fast, d, E, G, [&]<class F, class S>(F, S stage) {
     ValueWork<F, S> work(stage, center, around, norm, f, batch.weight1, batch.shift2, weight2, beta);
     forward(work, y, softmax.mutable_data_ptr<float>());
@@ -512,8 +512,8 @@ OfBatchBackward attend_pairs_of_batch_backward(const Tensor& grad, const Tensor&
   const LayerGradients layers{zeros_like(weight1), zeros_like(norm_bias), zeros_like(weight2)};
   const Tensor to_beta = zeros_like(beta);
   if (beta.numel() > 0) {
-    BatchNorm batch(center, weight1, norm_weight, norm_bias, input_mean, covariance,
-                    center.size(0) * f.pixels() * f.positions(), eps);
+    FoldedNorm batch(center, weight1, norm_weight, norm_bias, input_mean, covariance,
+                     center.size(0) * f.pixels() * f.positions(), eps);
     const bool fast = tf32 || beta.scalar_type() != ScalarType::Float;
     with_stage(ScalarType::Float, fast, d, E, weight2.size(0), [&]<class F, class S>(F, S stage) {
       ValueWork<F, S> work(stage, center, around, norm, f, batch.weight1, batch.shift2, weight2, beta);
@@ -530,8 +530,8 @@ OfBatchBackward attend_pairs_of_batch_backward(const Tensor& grad, const Tensor&
                                        channels};
       SAN_LAUNCH_SHARED(unfold_norm_kernel, blocks_of_teams(channels, 1), kTeamThreads, 0, work.stream(), batch.norm,
                         batch.mean.const_data_ptr<float>(), batch.var.const_data_ptr<float>(), unfolded);
-      const Matrix before{work.keep(weight1), work.E, work.pairs.d, work.pairs.d, 1};
-      map_gradients(work, gz, before, work.layer2.transposed().times_rows(unfolded.scale), unfolded.terms, maps);
+      const Matrix without_norm{work.keep(weight1), work.E, work.pairs.d, work.pairs.d, 1};
+      map_gradients(work, gz, without_norm, work.layer2.transposed().times_rows(unfolded.scale), unfolded.terms, maps);
     });
   }
   return {maps.center, maps.around, maps.norm, to_weight1, to_weight, to_bias, layers.weight2, to_beta};
