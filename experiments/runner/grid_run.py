@@ -128,7 +128,7 @@ def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> Non
 
 
 def check_init(grid_run: GridRun, trials: Iterable[Trial]) -> None:
-    """Loads the weights of `recipe.init` into a network of each kind, and prints what was done.
+    """Loads the weights of `recipe.init` into a network of each kind, and prints a line about each.
 
     Raises:
         UserError: the weights do not fit.

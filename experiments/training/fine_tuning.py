@@ -34,8 +34,8 @@ def init_digest(init: str | None, runs: str | Path | None) -> str:
 
 
 def initialize(model: BaseModel, init: str, digest: str | None, runs: str | Path | None, classes: Sequence[str]) -> str:
-    """Loads the weights of `recipe.init`, except the classifier if it is for other classes than these. Says what was done.
-    `digest` is what the file had when the trial was planned; None if it has just been computed.
+    """Loads the weights of `recipe.init`, except the classifier if it is for other classes than these. Returns a sentence about
+    it. `digest` is that of the file when the trial was planned; None if it has just been computed.
 
     Raises:
         UserError: the weights have another digest, are of another model, or there are none.
