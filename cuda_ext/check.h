@@ -135,11 +135,11 @@ inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tenso
   check_alike(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
 }
 
-// The second result of attend_pairs.
+// The second result of attend_pairs and attend_dot.
 inline void check_softmax(const Tensor& softmax, const Tensor& map, int64_t G) {
   const int64_t N = map.size(0), P = map.size(1) * map.size(2);
   STD_TORCH_CHECK(softmax.sizes().vec() == std::vector({N, int64_t(2), G, P}),
-                  "softmax must be the second result of attend_pairs");
+                  "softmax must be the second result of the forward operator");
   check_same(softmax, map, "softmax and the maps");
 }
 
@@ -156,6 +156,21 @@ inline void check_values(std::initializer_list<const Tensor*> tensors, const Ten
   STD_TORCH_CHECK(beta.size(3) > 0 && beta.size(3) % G == 0, "beta's ", beta.size(3),
                   " channels must be a positive multiple of the ", G, " weight channels");
   STD_TORCH_CHECK(beta.device() == map.device(), "beta and the other maps must be on one device");
+}
+
+// The inputs of attend_dot: maps [N, H, W, R] and scores [N, G, 2 kernel_size, P].
+inline Footprint check_attend_dot(const Tensor& phi, const Tensor& psi, const Tensor& scores, int64_t kernel_size) {
+  STD_TORCH_CHECK(phi.dim() == 4, "phi must have 4 dimensions [N, H, W, R], not ", phi.dim());
+  STD_TORCH_CHECK(phi.scalar_type() == ScalarType::Float || phi.scalar_type() == ScalarType::Double,
+                  "phi must be float32 or float64");
+  check_alike(phi, psi, "phi and psi"), check_same(scores, phi, "scores and the maps");
+  const Footprint footprint = footprint_of(phi.size(1), phi.size(2), kernel_size);
+  STD_TORCH_CHECK(scores.dim() == 4 && scores.size(0) == phi.size(0) && scores.size(1) > 0 &&
+                      scores.size(2) == 2 * kernel_size && scores.size(3) == footprint.pixels(),
+                  "scores must be [", phi.size(0), ", G, ", 2 * kernel_size, ", ", footprint.pixels(), "]");
+  STD_TORCH_CHECK(phi.size(3) > 0 && phi.size(3) % scores.size(1) == 0, "phi's ", phi.size(3),
+                  " channels must be a positive multiple of the ", scores.size(1), " weight channels");
+  return footprint;
 }
 
 // The maps of the patch operators; see schemas.py.

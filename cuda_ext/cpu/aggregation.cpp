@@ -1,5 +1,5 @@
-// aggregation and dot, forward and backward. The definitions are in san/ops/reference.py, the loops over pixels are in
-// simd/aggregation.cpp. Each is the other's derivative: dot is the gradient of aggregation's weight.
+// aggregation, forward and backward. The definition is in san/ops/reference.py, the loops over pixels are in
+// simd/aggregation.cpp.
 #include <tuple>
 
 #include "attend.h"
@@ -16,12 +16,8 @@ struct Problem {
         w_size(p.weights * p.footprint.positions() * p.footprint.pixels()),
         w(as<T>(weight)),
         like(beta),
-        beta(by_pixels(beta)) {}
-  // A map as [N, H, W, C]; one that is channels-last already is not copied.
-  static Tensor by_pixels(const Tensor& x) {
-    return as<T>(torch::stable::transpose(torch::stable::transpose(x, 1, 2), 2, 3));
-  }
-  // The adjoint of by_pixels: a map as [N, C, H, W] with the type and the memory format of beta.
+        beta(by_pixels<T>(beta)) {}
+  // A map like beta, but [N, H, W, C], as one like beta itself.
   Tensor by_channels(const Tensor& x) const {
     const Tensor map = torch::stable::transpose(torch::stable::transpose(x, 2, 3), 1, 2);
     return as_type(is_channels_last(like) ? map : torch::stable::contiguous(map), like.scalar_type());
@@ -33,13 +29,6 @@ struct Problem {
             weights + N * w_size};
   }
   int64_t first_weight(const Band& band) const { return band.image * w_size + band.rows.first * p.footprint.width; }
-  // Rows per band for which two maps fit into the L2 cache.
-  int64_t band_rows(int64_t least) const {
-    constexpr int64_t kBytes = 512 << 10;
-    const Footprint& f = p.footprint;
-    const int64_t rows = kBytes / (p.values * f.padded_width() * sizeof(T)) - 2 * f.reach();
-    return std::clamp<int64_t>(rows, least, std::max(least, kBandRows));
-  }
 
   const Aggregation<T> p;
   const int64_t N, map_size, w_size;
@@ -53,7 +42,7 @@ Tensor forward(const Problem<T>& problem) {
   const Footprint& f = problem.p.footprint;
   const int64_t tasks = 2 * torch::stable::get_num_threads();
   const std::vector<Band> bands =
-      bands_of(problem.N, f, std::clamp<int64_t>(problem.N * f.height / tasks, 1, problem.band_rows(1)));
+      bands_of(problem.N, f, std::clamp<int64_t>(problem.N * f.height / tasks, 1, band_rows(problem.p, 1)));
   for_each_task<T>(bands.size(), aggregation_kernels<T>(f).scratch(problem.p, most_rows(bands), false),
                    [&](int64_t task, T* scratch) {
                      const int64_t n = bands[task].image;
@@ -65,13 +54,13 @@ Tensor forward(const Problem<T>& problem) {
 
 template <class T>
 std::tuple<Tensor, Tensor> backward(const Problem<T>& problem, const Tensor& grad) {
-  const Tensor grad_y = problem.by_pixels(grad);
+  const Tensor grad_y = by_pixels<T>(grad);
   Tensor grad_beta = torch::stable::empty_like(problem.beta), grad_w = torch::stable::empty_like(problem.w);
   torch::stable::zero_(grad_beta);
   ask_for_large_pages(grad_w);
   T *to_beta = grad_beta.template mutable_data_ptr<T>(), *to_w = grad_w.template mutable_data_ptr<T>();
   const Footprint& f = problem.p.footprint;
-  const std::vector<Band> bands = bands_of(problem.N, f, problem.band_rows(f.kernel_size));
+  const std::vector<Band> bands = bands_of(problem.N, f, band_rows(problem.p, f.kernel_size));
   for_each_band_apart<T>(bands, aggregation_kernels<T>(f).scratch(problem.p, most_rows(bands), true),
                          [&](int64_t, const Band& band, T* scratch) {
                            const int64_t n = band.image;
@@ -93,24 +82,10 @@ std::tuple<Tensor, Tensor> aggregation_backward(const Tensor& grad, const Tensor
   SAN_SUM_TYPE(beta, return backward(Problem<T>(beta, weight, kernel_size), grad);)
 }
 
-Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t groups) {
-  const Footprint f = check_dot(phi, psi, kernel_size, groups);
-  const Tensor weight = torch::stable::new_zeros(phi, {phi.size(0), groups, f.positions(), f.pixels()});
-  return std::get<1>(aggregation_backward(phi, psi, weight, kernel_size));
-}
-
-std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
-  check_dot(phi, psi, kernel_size, grad.dim() == 4 ? grad.size(1) : 0);
-  const Tensor grad_psi = std::get<0>(aggregation_backward(phi, psi, grad, kernel_size));
-  return {torch::stable::contiguous(aggregation(psi, grad, kernel_size)), torch::stable::contiguous(grad_psi)};
-}
-
 }  // namespace
 }  // namespace san::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
   m.impl("aggregation", TORCH_BOX(&san::cpu::aggregation));
   m.impl("aggregation_backward", TORCH_BOX(&san::cpu::aggregation_backward));
-  m.impl("dot", TORCH_BOX(&san::cpu::dot));
-  m.impl("dot_backward", TORCH_BOX(&san::cpu::dot_backward));
 }

@@ -1,6 +1,6 @@
 // The weighted sum of values, with attention weights that exist for one band at a time, in scratch memory. They are
-// computed again for gradients, so that they are never stored. The sources of weights are in pairs.cpp
-// and patches.cpp.
+// computed again for gradients, so that they are never stored. The sources of weights are in pairs.cpp,
+// patches.cpp and dot.cpp.
 #pragma once
 #include "bands.h"
 
@@ -12,6 +12,21 @@ template <class T>
 const AggregationKernels<T>& aggregation_kernels(const Footprint& f) {
   constexpr int64_t kShortRow = 24;
   return f.width > kShortRow ? SAN_CHOOSE(aggregation<T>) : SAN_CHOOSE_SHORT(aggregation<T>);
+}
+
+// Rows per band for which two maps fit into the L2 cache.
+template <class T>
+int64_t band_rows(const Aggregation<T>& p, int64_t least) {
+  constexpr int64_t kBytes = 512 << 10;
+  const Footprint& f = p.footprint;
+  const int64_t rows = kBytes / (p.values * f.padded_width() * sizeof(T)) - 2 * f.reach();
+  return std::clamp<int64_t>(rows, least, std::max(least, kBandRows));
+}
+
+// A map [N, C, H, W] as [N, H, W, C]; one that is channels-last already is not copied.
+template <class T>
+Tensor by_pixels(const Tensor& x) {
+  return as<T>(torch::stable::transpose(torch::stable::transpose(x, 1, 2), 2, 3));
 }
 
 // beta [N, H, W, M], and the bands in which it is visited.

@@ -361,7 +361,7 @@ LogitGradients logit_gradients(ValueWork<F, S>& work, const Tensor& grad, const 
     SAN_LAUNCH_SHARED((value_gradient_kernel<F, S, work.kTiles>), plan.grid(), kTeamThreads, bytes, work.stream(), p,
                       work.layers, plan, v, grads.to, sums, Floats(padded));
   });
-  fold_values(work.stream(), padded, work.f, v, to_beta);
+  fold_map(work.stream(), padded, work.f, v.values(), to_beta);
   return {gz, pitch, S::is_whole ? S::weights : tiles_for(work.G), static_cast<int>(p.pixels())};
 }
 

@@ -345,7 +345,7 @@ void backward(AttentionWork<F>& work, const Tensor& grad, Inputs& out) {
                         weights.mutable_data_ptr<float>(), out.hidden.mutable_data_ptr<float>());
     });
   });
-  fold_values(work.stream(), padded, work.f, p, out.beta);
+  fold_map(work.stream(), padded, work.f, p.values(), out.beta);
   const Tensor layer = torch::stable::matmul(torch::stable::transpose(weights, 0, 1), ones);
   const int64_t elements = int64_t(rows) * (p.E + 1);
   SAN_LAUNCH(place_layer_kernel, blocks_for(elements), kThreads, work.stream(), layer.const_data_ptr<float>(),

@@ -268,5 +268,19 @@ __device__ __forceinline__ float folded(const float* padded, const Footprint& f,
   return sum;
 }
 
+__global__ void fold_map_kernel(const float* padded, Footprint f, int channels, int64_t elements, Floats out) {
+  SAN_FOR_EACH(index, elements) {
+    const int64_t pixel = index / channels;
+    out.set(index, folded(padded, f, channels, pixel, static_cast<int>(index - pixel * channels)));
+  }
+}
+
+// Writes the gradient of a map, `out`, from that of the padded map, [padded pixels, channels].
+template <class Stream>
+void fold_map(Stream stream, const float* padded, const Footprint& f, int channels, const Tensor& out) {
+  const int64_t elements = out.numel();
+  SAN_LAUNCH(fold_map_kernel, blocks_for(elements), kThreads, stream, padded, f, channels, elements, Floats(out));
+}
+
 }  // namespace
 }  // namespace san::cuda

@@ -122,20 +122,5 @@ __device__ __forceinline__ void store_values(const Values& v, const Place (&pixe
   }
 }
 
-__global__ void fold_values_kernel(const float* padded, Footprint f, int channels, int64_t elements, Floats out) {
-  SAN_FOR_EACH(index, elements) {
-    const int64_t pixel = index / channels;
-    out.set(index, folded(padded, f, channels, pixel, static_cast<int>(index - pixel * channels)));
-  }
-}
-
-// Writes the gradient of beta, from that of the padded grid [padded pixels, values()].
-template <class Stream>
-void fold_values(Stream stream, const float* padded, const Footprint& f, const Values& v, const Tensor& to_beta) {
-  const int64_t elements = to_beta.numel();
-  SAN_LAUNCH(fold_values_kernel, blocks_for(elements), kThreads, stream, padded, f, v.values(), elements,
-             Floats(to_beta));
-}
-
 }  // namespace
 }  // namespace san::cuda

@@ -17,7 +17,9 @@ from san.nn.mapping import MAPPINGS, Gamma, PairMaps
 from san.nn.norm import convolve_each, is_plain
 from san.nn.position import CHANNELS, POSITIONS, Position
 from san.nn.relation import PAIRWISE, PATCHWISE, Relation, compute
+from san.ops import fused as kernels
 from san.ops.footprint import check_side
+from san.ops.functional import fuses
 from san.ops.tracing import leaf
 
 TRANSFORMATIONS: dict[str, tuple[str, str, str]] = {
@@ -265,6 +267,23 @@ class ScalarAttention(SelfAttention):
         nn.init.normal_(self.rows, std=R**-0.5)
         nn.init.normal_(self.columns, std=R**-0.5)
 
+    def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
+        """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
+        wide = torch.promote_types(beta_NMHW.dtype, torch.float32)
+        if not _has_own_weights(self) or not self._fuses(beta_NMHW):
+            return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
+        rows, columns = self.rows.flatten(1), self.columns.flatten(1)
+        scores = _scores(phi_NRHW, torch.block_diag(rows, columns), self.weight_channels)
+        phi, psi, scores, beta = (x.to(wide) for x in (phi_NRHW, psi_NRHW, scores, beta_NMHW))
+        return kernels.attend_dot(phi, psi, scores, beta, self.footprint).to(beta_NMHW.dtype)
+
+    def _fuses(self, beta_NMHW: Tensor) -> bool:
+        """Whether `attend_dot` can run. On GPUs, there may be 64 channels in a head, in float32 at most."""
+        if not fuses("attend_dot", beta_NMHW):
+            return False
+        most = max(self.relation_channels, self.value_channels) // self.weight_channels
+        return not beta_NMHW.is_cuda or (most <= 64 and beta_NMHW.dtype != torch.float64)
+
     def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, [N, heads, K, P]."""
         content_NGKP = ops.dot(phi_NRHW, psi_NRHW, self.footprint, self.weight_channels)
@@ -274,7 +293,7 @@ class ScalarAttention(SelfAttention):
         return f"footprint={self.footprint}, values={self.value_channels}, heads={self.weight_channels}"
 
 
-_OWN_WEIGHTS = PairwiseAttention.attention_weights, PatchwiseAttention.attention_weights
+_OWN_WEIGHTS = tuple(kind.attention_weights for kind in (PairwiseAttention, PatchwiseAttention, ScalarAttention))
 
 
 def _has_own_weights(layer: SelfAttention) -> bool:
@@ -286,9 +305,13 @@ def _has_own_weights(layer: SelfAttention) -> bool:
 def _offset_scores(phi_NRHW: Tensor, rows: Tensor, columns: Tensor, heads: int) -> Tensor:
     """phi_i^T r_{j-i} in each head, [N, heads, K, P]."""
     k = rows.shape[1]
-    offset_RK = torch.cat((rows.expand(-1, k, k), columns.expand(-1, k, k))).flatten(1).to(phi_NRHW.dtype)
-    phi_NSGP, offset_SGK = phi_NRHW.flatten(2).unflatten(1, (-1, heads)), offset_RK.unflatten(0, (-1, heads))
-    return torch.einsum("nsgp,sgk->ngkp", phi_NSGP, offset_SGK)
+    return _scores(phi_NRHW, torch.cat((rows.expand(-1, k, k), columns.expand(-1, k, k))).flatten(1), heads)
+
+
+def _scores(phi_NRHW: Tensor, offset_Rk: Tensor, heads: int) -> Tensor:
+    """phi_i^T r for each column r of `offset` in each head, [N, heads, k, P]."""
+    phi_NSGP, offset_SGk = phi_NRHW.flatten(2).unflatten(1, (-1, heads)), offset_Rk.unflatten(0, (-1, heads))
+    return torch.einsum("nsgp,sgk->ngkp", phi_NSGP, offset_SGk.to(phi_NRHW.dtype))
 
 
 def _check_whole(**numbers: int) -> None:

@@ -151,6 +151,17 @@ def attend_patches(hidden_NEHW: Tensor, weight: Tensor, bias: Tensor, beta_NMHW:
     return _in_format_of(beta_NMHW, y_NHWM)
 
 
+def attend_dot(phi_NRHW: Tensor, psi_NRHW: Tensor, scores: Tensor, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
+    """The weighted sum of beta over the footprint, [N, M, H, W], with weights that are never stored.
+
+    They are the softmax of the dot product of phi_i and psi_j in each of G groups of channels plus two scores: `scores`
+    [N, G, 2 k, P] has those of the footprint's k rows, then those of its columns.
+    """
+    maps, beta_NHWM = _maps(phi_NRHW, psi_NRHW, kernel_size), beta_NMHW.permute(0, 2, 3, 1)
+    y_NHWM, _ = torch.ops.san.attend_dot(*maps, scores, beta_NHWM, kernel_size)
+    return _in_format_of(beta_NMHW, y_NHWM)
+
+
 def norm_relu(
     x_NCHW: Tensor,
     weight_C: Tensor,

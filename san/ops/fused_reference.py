@@ -139,6 +139,15 @@ def attend_patches(
     return _aggregated(beta_NHWM, weight_NGKP, kernel_size)
 
 
+def attend_dot(phi_NHWR: Tensor, psi_NHWR: Tensor, scores: Tensor, beta_NHWM: Tensor, kernel_size: int) -> Tensor:
+    """The weighted sum of beta with the softmax of dot products and scores, [N, H, W, M]."""
+    phi_NRHW, psi_NRHW = (x.permute(0, 3, 1, 2) for x in (phi_NHWR, psi_NHWR))
+    of_row, of_column = scores.split(kernel_size, 2)
+    offsets_NGKP = (of_row.unsqueeze(3) + of_column.unsqueeze(2)).flatten(2, 3)
+    z_NGKP = reference.dot(phi_NRHW, psi_NRHW, kernel_size, scores.shape[1]) + offsets_NGKP
+    return _aggregated(beta_NHWM, z_NGKP.softmax(2), kernel_size)
+
+
 def norm_relu(
     x_NHWC: Tensor, weight_C: Tensor, bias_C: Tensor, mean_C: Tensor | None, var_C: Tensor | None, eps: float
 ) -> Tensor:

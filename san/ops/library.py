@@ -181,6 +181,11 @@ def _attend_pairs_of_batch(center: Tensor, *arguments: Any) -> tuple[Tensor, ...
     return beta_like, *(center.new_empty(shape) for shape in ((E,), (E,), (N, 2, G, H * W), (d,), (d, d)))
 
 
+def _attend_dot(phi: Tensor, psi: Tensor, scores: Tensor, beta: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
+    N, G, _, P = scores.shape
+    return _attended(beta, kernel_size), scores.new_empty(N, 2, G, P)
+
+
 def _like_hidden(hidden: Tensor) -> Tensor:
     """An empty map [N, H, W, E], which CPU kernels store as [N, E, H, W]."""
     N, H, W, E = hidden.shape
@@ -252,6 +257,13 @@ def _attend_pairs_flops(*arguments: Any) -> int:
 
 def _attend_pairs_of_batch_flops(*arguments: Any) -> int:
     return _attend_pairs_flops(*arguments[:5], *arguments[6:9])
+
+
+def _attend_dot_flops(phi: Any, psi: Any, scores: Any, beta: Any, kernel_size: int) -> int:
+    """Counts a score for every position of the footprint, as its definition does; those of rows and columns are counted
+    where they are computed."""
+    products = 2 * kernel_size**2 - 2 * kernel_size
+    return 2 * math.prod(phi) * products + _aggregation_flops(beta, None, kernel_size)
 
 
 def _attend_patches_flops(hidden: Any, weight: Any, bias: Any, beta: Any, kernel_size: int, *rest: Any) -> int:
@@ -372,6 +384,18 @@ OPERATORS = (
         backward_arguments=lambda inputs, _: inputs,
         flops=_attend_patches_flops,
         flops_backward=lambda grad, *inputs: 2 * _attend_patches_flops(*inputs),
+    ),
+    Operator(
+        name="attend_dot",
+        definition=fused_reference.attend_dot,
+        fake=_attend_dot,
+        fake_backward=lambda grad, y, softmax, *inputs: _like(inputs[:4]),
+        backward_arguments=lambda inputs, outputs: (*(inputs[3], *outputs)[-2:], *inputs),  # on CPUs beta in the place of y
+        saved_outputs=(0, 1),
+        saved_on_cpu=(1,),
+        differentiable_outputs=1,
+        flops=_attend_dot_flops,
+        flops_backward=lambda grad, y, softmax, *inputs: 2 * _attend_dot_flops(*inputs),
     ),
     Operator(
         name="norm_relu",

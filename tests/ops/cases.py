@@ -12,12 +12,12 @@ from torch import Tensor
 from san.ops import fused_reference
 
 KINDS = ("pairwise", "patchwise")
-OPERATORS = ("pair_statistics", "attend_pairs", "patch_statistics", "patch_linear", "attend_patches")
+OPERATORS = ("pair_statistics", "attend_pairs", "patch_statistics", "patch_linear", "attend_patches", "attend_dot")
 ON_CPU = (*OPERATORS, "pair_covariance", "pair_weights")
 ON_GPU = (*OPERATORS, "attend_pairs_of_batch")
-ATTENDING = ("attend_pairs", "attend_pairs_of_batch")
+ATTENDING = ("attend_pairs", "attend_pairs_of_batch", "attend_dot")
 STATISTICS = ("pair_statistics", "patch_statistics")
-PRODUCTS = (*ATTENDING, "patch_linear", "attend_patches")
+PRODUCTS = ("attend_pairs", "attend_pairs_of_batch", "patch_linear", "attend_patches")
 """On a GPU, they may use TF32."""
 Tensors = tuple[Tensor, ...]
 
@@ -97,6 +97,10 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
         hidden, rows = min(max(s.hidden, 1), 64), s.weights * s.footprint**2  # GPUs take at most 64
         layer = random(rows, hidden) / hidden**0.5, random(rows)
         return random(*image, hidden), *layer, random(*image, s.weights * min(s.shares, 8))  # 8
+    if operator == "attend_dot":
+        phi, psi = (random(*image, s.weights * min(s.channels, 40)) for _ in range(2))
+        scores = random(s.batch, s.weights, 2 * s.footprint, s.height * s.width)
+        return phi / s.channels**0.5, psi, scores, random(*image, s.weights * s.shares)
     around = random(*image, s.channels)
     if operator.startswith("patch"):
         own = s.channels if s.own else 0
@@ -119,7 +123,7 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
 
 def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:
     """Returns the arguments that follow the tensors."""
-    products = () if "patch" in operator else (sizes.products,)
+    products = (sizes.products,) if "pair" in operator else ()
     eps = (1e-5,) if operator == "attend_pairs_of_batch" else ()
     return (sizes.footprint, *products, *((tf32,) if operator in PRODUCTS else ()), *eps)
 
@@ -155,7 +159,7 @@ def backward_arguments(
     operator: str, tensors: Tensors, outputs: Tensors, grads: Tensors, sizes: Sizes, tf32: bool = False
 ) -> tuple[Any, ...]:
     """Returns the arguments of the backward operator: gradients, saved tensors, and the rest. `outputs` are all of them."""
-    own = {"pair_weights": (outputs[0], *tensors), "attend_pairs": (*outputs, *tensors)}
+    own = {"pair_weights": (outputs[0], *tensors)} | dict.fromkeys(("attend_pairs", "attend_dot"), (*outputs, *tensors))
     own["attend_pairs_of_batch"] = outputs[0], *outputs[3:], *tensors
     saved = own.get(operator) or (tensors if operator in ("patch_linear", "attend_patches") else (*tensors, outputs[0]))
     return *grads, *saved, *rest(operator, sizes, tf32)

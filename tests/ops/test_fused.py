@@ -151,6 +151,8 @@ REFUSALS: dict[str, tuple[tuple[str, Tensors], dict[str, int], str]] = {
     "half hidden channels": (changed("attend_patches", 0, Tensor.half), {}, "hidden must be float32 or float64"),
     "last layer": (changed("attend_patches", 1, lambda x: x[1:]), {}, r"weight must be \[G \* 9, 5\]"),
     "bias": (changed("attend_patches", 2, cropped), {}, "bias must have 18 values"),
+    "scores": (changed("attend_dot", 2, lambda x: x[:, :, 1:]), {}, r"scores must be \[2, G, 6, 30\]"),
+    "dot products": (changed("attend_dot", 0, lambda x: x[..., 1:]), {}, "phi and psi must have the same shape"),
     "columns": (changed("patch_linear", 3, cropped), {}, r"weight must be \[E, 30\]"),
 }
 
@@ -262,11 +264,12 @@ def test_covariance_of_large_values() -> None:
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("times", [1e3, 1e4, 1e20, 1e30], ids=str)
-def test_extreme_logits_do_not_overflow(times: float) -> None:
-    *tensors, weight2 = sample("pair_weights", dtype=torch.float32)
-    arguments = (*tensors, weight2 * times)
-    got, grads = differentiated(lambda t: computed("pair_weights", t, Sizes()), arguments)
-    want, want_grads = differentiated(lambda t: defined("pair_weights", t, Sizes()), tuple(x.double() for x in arguments))
+@pytest.mark.parametrize(("operator", "factor"), [("pair_weights", -1), ("attend_dot", 0)])
+def test_extreme_logits_do_not_overflow(operator: str, factor: int, times: float) -> None:
+    arguments = [*sample(operator, dtype=torch.float32)]
+    arguments[factor] *= times
+    got, grads = differentiated(lambda t: computed(operator, t, Sizes()), tuple(arguments))
+    want, want_grads = differentiated(lambda t: defined(operator, t, Sizes()), tuple(x.double() for x in arguments))
     assert_near(got, want, 1e-3)
     if times == 1e3:  # one position has nearly all the weight
         assert_near(grads, want_grads, 1e-2)

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import san
 from san import ops
-from san.nn import PairwiseAttention, PatchwiseAttention, SelfAttention
+from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention
 from san.nn.position import POSITIONS
 from san.ops import library
 from san.ops.functional import fuses
@@ -31,8 +31,11 @@ from tests.ops import cases
 from tests.ops.cases import KINDS
 
 RELATIONS = ("subtraction", "summation", "concatenation", "hadamard")
-FUSED = {"pairwise": "san::attend_pairs", "patchwise": "san::patch_linear"}
-every_kind = pytest.mark.parametrize("kind", KINDS)
+FUSED = {"pairwise": "san::attend_pairs", "patchwise": "san::patch_linear", "scalar": "san::attend_dot"}
+ALL_KINDS = (*KINDS, "scalar")
+every_kind = pytest.mark.parametrize("kind", ALL_KINDS)
+every_mapping = pytest.mark.parametrize("kind", KINDS)
+"""The kinds with a mapping γ."""
 every_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
@@ -69,8 +72,10 @@ class Setting:
         if self.kind == "pairwise":
             options |= {"relation": self.relation or "subtraction", "position": self.position}
             module = PairwiseAttention(self.channels, self.footprint, **options)
-        else:
+        elif self.kind == "patchwise":
             module = PatchwiseAttention(self.channels, self.footprint, **options)
+        else:
+            module = ScalarAttention(self.channels, self.footprint, r1=4, r2=self.r2, heads=self.channels // self.r2 // self.group_size)
         randomize(module)
         return module.to(dtype)
 
@@ -89,11 +94,11 @@ SETTINGS = [
     *(Setting(relation=relation, position=position) for relation in RELATIONS for position in POSITIONS),
     *(Setting(relation=relation, mapping="L") for relation in ("subtraction", "hadamard")),
     *(Setting("patchwise", mapping=mapping) for mapping in ("L", "LRL", "LRLRL")),
-    *(Setting(kind, footprint=7, height=4, width=4) for kind in KINDS),  # the smallest map for this footprint
+    *(Setting(kind, footprint=7, height=4, width=4) for kind in ALL_KINDS),  # the smallest map for this footprint
     *(Setting(kind, transformation="phi_eq_psi_eq_beta", r1=4) for kind in KINDS),
-    *(Setting(kind, channels=64, r1=4, r2=1, group_size=64) for kind in KINDS),  # one weight channel
+    *(Setting(kind, channels=64, r1=4, r2=1, group_size=64) for kind in ALL_KINDS),  # one weight channel
     # With few channels and long rows, the CPU kernels process several pixels at once.
-    *(Setting(kind, channels=64, group_size=8, height=9, width=37, transformation="phi_eq_psi") for kind in KINDS),
+    *(Setting(kind, channels=64, group_size=8, height=9, width=37, transformation="phi_eq_psi") for kind in ALL_KINDS),
 ]
 
 
@@ -179,7 +184,7 @@ def test_float32_matches_reference(setting: Setting, training: bool) -> None:
 
 @st.composite
 def any_setting(draw: st.DrawFn) -> Setting:
-    kind = draw(st.sampled_from(KINDS))
+    kind = draw(st.sampled_from(ALL_KINDS))
     r1, r2 = draw(st.sampled_from([(16, 4), (8, 16), (4, 4), (16, 2)]))
     channels, reach = 16 * draw(st.integers(1, 7)), draw(st.integers(0, 3))
     return Setting(
@@ -295,7 +300,7 @@ UNFUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@every_kind
+@every_mapping
 @pytest.mark.parametrize("change", UNFUSED)
 def test_changed_layers_run_unfused(kind: str, change: str) -> None:
     module, x = Setting(kind).module(), Setting(kind).x()
@@ -316,7 +321,7 @@ STILL_FUSED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@every_kind
+@every_mapping
 @pytest.mark.parametrize("change", STILL_FUSED)
 def test_fuses_any_ordinary_norm_and_linear_layer(kind: str, change: str) -> None:
     module, x = Setting(kind).module(), Setting(kind).x()
@@ -325,15 +330,18 @@ def test_fuses_any_ordinary_norm_and_linear_layer(kind: str, change: str) -> Non
     assert_matches_reference(module, x)
 
 
-@pytest.mark.parametrize("cls", [PairwiseAttention, PatchwiseAttention])
-def test_subclass_may_override_the_weights(cls: type[SelfAttention]) -> None:
+@every_kind
+def test_subclass_may_override_the_weights(kind: str) -> None:
+    cls = type(Setting(kind).module())
+
     class Squared(cls):  # type: ignore[misc, valid-type]
         def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
             weight_NGKP: Tensor = super().attention_weights(phi_NRHW, psi_NRHW)
             return weight_NGKP.square()
 
-    module, x = Squared(32, 3, group_size=4).double(), Setting().x()
-    nn.init.normal_(module.get_parameter("gamma.0.bias"))
+    module, x = Squared(32, 3).double(), Setting().x()
+    if kind != "scalar":
+        nn.init.normal_(module.get_parameter("gamma.0.bias"))
     assert_matches_reference(module, x)
 
 
@@ -373,7 +381,7 @@ def test_accepts_an_empty_batch(kind: str) -> None:
     assert all((grad == 0).all() for name, grad in ours.items() if name in dict(module.named_parameters()))
 
 
-@every_kind
+@every_mapping
 def test_rejects_training_on_one_value_per_channel(kind: str) -> None:
     setting = Setting(kind, footprint=1, batch=1, height=1, width=1)
     with pytest.raises(ValueError, match="more than 1 value per channel"):

@@ -1,5 +1,5 @@
-// The aggregation: each pixel's weighted sum of the values in its footprint. Vectors run over neighboring pixels of a
-// row, and eight value channels share each weight that is loaded.
+// The aggregation, each pixel's weighted sum of the values in its footprint, and dot products with these values. Vectors
+// run over neighboring pixels of a row, and eight value channels share each weight that is loaded.
 //
 // The last vector of a row extends into the next row. Its values there are wrong, but they are overwritten: rows are
 // written in order, and at the end of the band only the valid lanes are stored.
@@ -65,10 +65,12 @@ struct Line {
   const Aggregation<T> p;  // a copy, so the compiler knows that no store changes it
   const int64_t k, K, W, width;
   PaddedRows<T> beta;
-  T* own;  // [values, width]: y, or its gradient
+  T* own;  // [values, width]: y, its gradient, or phi
 
   static int64_t scratch(const Aggregation<T>& p, int64_t rows, bool backward) {
-    return (backward ? 2 : 1) * PaddedRows<T>::size(p, rows) + p.values * whole_vectors<T>(p.footprint.width);
+    const int64_t maps = PaddedRows<T>::size(p, rows) + p.values * whole_vectors<T>(p.footprint.width);
+    const int64_t scores = 2 * p.footprint.kernel_size * whole_vectors<T>(rows * p.footprint.width);
+    return (backward ? 2 : 1) * maps > scores ? (backward ? 2 : 1) * maps : scores;
   }
   __attribute__((always_inline)) inline Line(const Aggregation<T>& p, Rows rows, T*& scratch)
       : p(p),
@@ -119,10 +121,17 @@ struct Line {
     }
   }
 
+  // Before read_own, which sets `own` to a row of a map. Lanes after the last pixel stay 0.
+  __attribute__((always_inline)) inline void clear_own() const { memset(own, 0, p.values * width * sizeof(T)); }
+  __attribute__((always_inline)) inline void read_own(const T* map, int64_t h) const {
+    to_planes(map + h * W * p.values, p.values, W, own, width);
+  }
+
   // Gradients of a weight and, in `to_beta`, of the `shares` value channels that start at c and share it. The first
   // call for a weight overwrites its gradient, later calls add to it. Writes sum_j w grad_w to `dots`, unless it is
-  // null. `room` is the number of pixels up to the end of the band.
-  template <int shares, bool is_near_end>
+  // null. `room` is the number of pixels up to the end of the band. Without `is_backward`, it writes nothing else than
+  // the first gradient, which is a dot product.
+  template <int shares, bool is_near_end, bool is_backward>
   __attribute__((always_inline)) inline void correlate(int64_t row, int64_t c, BandWeights<const T> w, const T* end,
                                                        BandWeights<T> grad_w, T* dots, int64_t room, bool is_first,
                                                        const PaddedRows<T>& to_beta) const {
@@ -135,17 +144,40 @@ struct Line {
       for_each_position_by_column(k, [&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
         T* out = grad_w.data + o * grad_w.pitch + t;
         __builtin_prefetch(out + W, 1);
-        const Vector<T> factor = weight_at<is_near_end>(w.data + o * w.pitch + t, end);
+        Vector<T> factor{};
+        if constexpr (is_backward) factor = weight_at<is_near_end>(w.data + o * w.pitch + t, end);
         Vector<T> sum = is_first ? Vector<T>{} : load_some(out, values);
 #pragma GCC unroll 8
         for (int s = 0; s < shares; ++s) {
           const int64_t at = beta.at(row + y, c + s * p.weights) - beta.data + x + t;
           sum += grad[s] * load(beta.data + at);
-          store(to_beta.data + at, load(to_beta.data + at) + factor * grad[s]);
+          if constexpr (is_backward) store(to_beta.data + at, load(to_beta.data + at) + factor * grad[s]);
         }
         store_some(out, sum, values), dot += factor * sum;
       });
       if (dots != nullptr) store_some(dots + t, dot, values);
+    }
+  }
+
+  // Gradients of phi, in `to_own`, and of psi, from those of their dot products, `grad_z`.
+  template <int shares, bool is_near_end>
+  __attribute__((always_inline)) inline void distribute(int64_t row, int64_t c, BandWeights<const T> grad_z,
+                                                        const T* end, T* to_own, const PaddedRows<T>& to_psi) const {
+    for (int64_t t = 0; t < width; t += kLanes<T>) {
+      Vector<T> phi[shares], sum[shares]{};
+#pragma GCC unroll 8
+      for (int s = 0; s < shares; ++s) phi[s] = load(own + (c + s * p.weights) * width + t);
+      for_each_position_by_column(k, [&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
+        const Vector<T> factor = weight_at<is_near_end>(grad_z.data + o * grad_z.pitch + t, end);
+#pragma GCC unroll 8
+        for (int s = 0; s < shares; ++s) {
+          const int64_t at = beta.at(row + y, c + s * p.weights) - beta.data + x + t;
+          sum[s] += factor * load(beta.data + at);
+          store(to_psi.data + at, load(to_psi.data + at) + factor * phi[s]);
+        }
+      });
+#pragma GCC unroll 8
+      for (int s = 0; s < shares; ++s) store(to_own + (c + s * p.weights) * width + t, sum[s]);
     }
   }
 };
@@ -156,13 +188,15 @@ SAN_INLINE BandWeights<T> part_of(BandWeights<T> w, int64_t channel, int64_t K, 
   return {w.data + channel * K * w.pitch + pixel, w.pitch};
 }
 
-// Calls visit<shares>(value channel, weight channel) for every eight channels that share a weight, and for each
-// remaining channel.
+// Calls visit<shares>(value channel, weight channel) for every eight channels that share a weight, and for the
+// remaining ones in groups of 4, 2 and 1.
 template <class T, class Visit>
 SAN_INLINE void for_each_channel(const Aggregation<T>& p, const Visit& visit) {
   for (int64_t g = 0; g < p.weights; ++g) {
     int64_t c = g;
     for (; c + 7 * p.weights < p.values; c += 8 * p.weights) visit.template operator()<8>(c, g);
+    for (; c + 3 * p.weights < p.values; c += 4 * p.weights) visit.template operator()<4>(c, g);
+    for (; c + p.weights < p.values; c += 2 * p.weights) visit.template operator()<2>(c, g);
     for (; c < p.values; c += p.weights) visit.template operator()<1>(c, g);
   }
 }
@@ -187,12 +221,12 @@ void forward(const Aggregation<T>& p, const AggregationMaps<T>& x, Rows rows, T*
   }
 }
 
-template <bool is_near_end, class T>
+template <bool is_near_end, bool is_backward, class T>
 SAN_INLINE void correlate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, Rows rows,
                               BandWeights<T> grad_w, T* dots, const PaddedRows<T>& to_beta) {
   const int64_t row = h - rows.first, room = (rows.last - h) * line.W;
   for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
-    line.template correlate<shares, is_near_end>(
+    line.template correlate<shares, is_near_end, is_backward>(
         row, c, part_of(x.w, g, line.K, row * line.W), x.w_end, part_of(grad_w, g, line.K, row * line.W),
         dots == nullptr ? nullptr : dots + g * x.w.pitch + row * line.W, room, c == g, to_beta);
   });
@@ -205,22 +239,173 @@ void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* gra
   const PaddedRows<T> to_beta(p, rows, scratch);
   line.beta.read(x.beta, rows.first);
   to_beta.clear();
-  memset(line.own, 0, p.values * line.width * sizeof(T));  // lanes after the last pixel stay 0
+  line.clear_own();
   for (int64_t h = rows.first; h < rows.last; ++h) {
-    to_planes(grad_y + h * line.W * p.values, p.values, line.W, line.own, line.width);
+    line.read_own(grad_y, h);
     if (line.ends_beyond(h, rows.last))
-      correlate_row<true>(line, x, h, rows, grad_w, dots, to_beta);
+      correlate_row<true, true>(line, x, h, rows, grad_w, dots, to_beta);
     else
-      correlate_row<false>(line, x, h, rows, grad_w, dots, to_beta);
+      correlate_row<false, true>(line, x, h, rows, grad_w, dots, to_beta);
   }
   to_beta.add_to(grad_beta, rows.first);
+}
+
+template <class T>
+void dot(const Aggregation<T>& p, const T* phi, const T* psi, Rows rows, T* scratch, BandWeights<T> z) {
+  const Line<T> line(p, rows, scratch);
+  line.beta.read(psi, rows.first);
+  line.clear_own();
+  for (int64_t h = rows.first; h < rows.last; ++h) {
+    line.read_own(phi, h);
+    if (line.ends_beyond(h, rows.last))
+      correlate_row<true, false>(line, AggregationMaps<T>{}, h, rows, z, static_cast<T*>(nullptr), line.beta);
+    else
+      correlate_row<false, false>(line, AggregationMaps<T>{}, h, rows, z, static_cast<T*>(nullptr), line.beta);
+  }
+}
+
+template <bool is_near_end, class T>
+SAN_INLINE void distribute_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t row, T* to_own,
+                               const PaddedRows<T>& to_psi) {
+  for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
+    line.template distribute<shares, is_near_end>(row, c, part_of(x.w, g, line.K, row * line.W), x.w_end, to_own,
+                                                  to_psi);
+  });
+}
+
+template <class T>
+void dot_backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* phi, Rows rows, T* scratch,
+                  T* grad_phi, T* grad_psi) {
+  const Line<T> line(p, rows, scratch);
+  const PaddedRows<T> to_psi(p, rows, scratch);
+  T* to_own = take(scratch, p.values * line.width);
+  line.beta.read(x.beta, rows.first);
+  to_psi.clear();
+  line.clear_own();
+  for (int64_t h = rows.first; h < rows.last; ++h) {
+    line.read_own(phi, h);
+    if (line.ends_beyond(h, rows.last))
+      distribute_row<true>(line, x, h - rows.first, to_own, to_psi);
+    else
+      distribute_row<false>(line, x, h - rows.first, to_own, to_psi);
+    from_planes<false>(to_own, line.width, p.values, line.W, grad_phi + h * line.W * p.values);
+  }
+  to_psi.add_to(grad_psi, rows.first);
+}
+
+// The pixels of a band, and their scores for one weight channel, [2 kernel_size, width].
+template <class T>
+struct Scores {
+  const int64_t k, P, first;
+  const Pixels pixels;
+  T* data;
+
+  __attribute__((always_inline)) inline Scores(const Aggregation<T>& p, Rows rows, T* scratch)
+      : k(p.footprint.kernel_size),
+        P(p.footprint.pixels()),
+        first(rows.first * p.footprint.width),
+        pixels{0, (rows.last - rows.first) * p.footprint.width,
+               whole_vectors<T>((rows.last - rows.first) * p.footprint.width)},
+        data(scratch) {
+    memset(data, 0, 2 * k * pixels.width * sizeof(T));
+  }
+  __attribute__((always_inline)) inline void read(const T* scores) const {
+    for (int64_t n = 0; n < 2 * k; ++n)
+      memcpy(data + n * pixels.width, scores + n * P + first, pixels.count * sizeof(T));
+  }
+  __attribute__((always_inline)) inline void write(T* scores) const {
+    for (int64_t n = 0; n < 2 * k; ++n)
+      memcpy(scores + n * P + first, data + n * pixels.width, pixels.count * sizeof(T));
+  }
+};
+
+// Adds the scores to the dot products in w, and replaces them by their softmax.
+template <bool is_known, class T, class Known>
+SAN_INLINE void add_softmax(const Aggregation<T>& p, const DotMaps<T>& x, Rows rows, T* scratch, BandWeights<T> w,
+                            Known* softmax) {
+  const Scores<T> scores(p, rows, scratch);
+  const int64_t k = scores.k, K = k * k, width = scores.pixels.width;
+  clear_behind(scores.pixels, w.data, p.weights * K);
+  for (int64_t g = 0; g < p.weights; ++g) {
+    scores.read(x.scores + g * 2 * k * scores.P);
+    Known *top = softmax + g * scores.P + scores.first, *scale = top + p.weights * scores.P;
+    for_each_vector_of<T>(scores.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
+      T* const first = w.data + g * K * width + t;
+      // Calls visit(address, z).
+      const auto for_each_z = [&](const auto& visit) __attribute__((always_inline)) {
+        const T *of_rows = scores.data + t, *of_columns = of_rows + k * width;
+        T* at = first;
+        for (int64_t y = 0; y < k; ++y)
+          for (int64_t column = 0; column < k; ++column, at += width)
+            visit(at, load(at) + (load(of_rows + y * width) + load(of_columns + column * width)));
+      };
+      if constexpr (is_known) {
+        const Vector<T> largest = load_some(top + t, values), factor = load_some(scale + t, values);
+        for_each_z([&](T* at, Vector<T> z)
+                       __attribute__((always_inline)) { store(at, exp(z - largest) * factor); });
+      } else {
+        Vector<T> largest = broadcast(static_cast<T>(-__builtin_inf()));
+        for_each_z([&](T* at, Vector<T> z)
+                       __attribute__((always_inline)) { store(at, z), largest = larger(largest, z); });
+        const Vector<T> sum = sum_of<Vector<T>>(K, [&](int64_t o) __attribute__((always_inline)) {
+          const Vector<T> e = exp(load(first + o * width) - largest);
+          store(first + o * width, e);
+          return e;
+        });
+        const Vector<T> factor = T(1) / sum;
+        for (T* at = first; at < first + K * width; at += width) store(at, load(at) * factor);
+        store_some(top + t, largest, values), store_some(scale + t, factor, values);
+      }
+    });
+  }
+}
+
+template <class T>
+void dot_weights(const Aggregation<T>& p, const DotMaps<T>& x, Rows rows, T* scratch, BandWeights<T> w, T* softmax) {
+  dot(p, x.phi, x.psi, rows, scratch, w);
+  add_softmax<false>(p, x, rows, scratch, w, softmax);
+}
+
+template <class T>
+void dot_weights_again(const Aggregation<T>& p, const DotMaps<T>& x, Rows rows, T* scratch, BandWeights<T> w,
+                       const T* softmax) {
+  dot(p, x.phi, x.psi, rows, scratch, w);
+  add_softmax<true>(p, x, rows, scratch, w, softmax);
+}
+
+template <class T>
+void softmax_backward(const Aggregation<T>& p, BandWeights<const T> w, const T* dots, Rows rows, T* scratch,
+                      BandWeights<T> grad_w, T* grad_scores) {
+  const Scores<T> to(p, rows, scratch);
+  const int64_t k = to.k, K = k * k, width = to.pixels.width;
+  for (int64_t g = 0; g < p.weights; ++g) {
+    for (int64_t t = 0; t < width; t += kLanes<T>) {
+      const Vector<T> dot = load(dots + g * width + t);
+      T *of_rows = to.data + t, *of_columns = of_rows + k * width;
+      int64_t at = g * K * width + t;
+      for (int64_t y = 0; y < k; ++y) {
+        Vector<T> sum{};
+        for (int64_t column = 0; column < k; ++column, at += width) {
+          const Vector<T> grad_z = load(w.data + at) * (load(grad_w.data + at) - dot);
+          T* of_column = of_columns + column * width;
+          store(grad_w.data + at, grad_z), sum += grad_z;
+          store(of_column, y == 0 ? grad_z : load(of_column) + grad_z);
+        }
+        store(of_rows + y * width, sum);
+      }
+    }
+    to.write(grad_scores + g * 2 * k * to.P);
+  }
+  clear_behind(to.pixels, grad_w.data, p.weights * K);
 }
 
 }  // namespace
 
 template <class T>
 const AggregationKernels<T>& SAN_ISA::aggregation() {
-  static constexpr AggregationKernels<T> kernels{Line<T>::scratch, forward<T>, backward<T>};
+  static constexpr AggregationKernels<T> kernels{
+      kLanes<T>,       Line<T>::scratch, forward<T>,           backward<T>,        dot<T>,
+      dot_backward<T>, dot_weights<T>,   dot_weights_again<T>, softmax_backward<T>};
   return kernels;
 }
 template const AggregationKernels<float>& SAN_ISA::aggregation();

@@ -134,14 +134,35 @@ struct AggregationMaps {
   const T* w_end;  // where the memory of the weights ends
 };
 
+// The attention weights of dot products for one image: the softmax over the footprint of phi_i psi_j + scores, where a
+// weight channel has one score for each row of the footprint and one for each of its columns.
+template <class T>
+struct DotMaps {
+  const T *phi, *psi;  // [P, values]
+  const T* scores;     // [weights, 2, kernel_size, P]
+};
+
 template <class T>
 struct AggregationKernels {
+  int64_t lanes;
   int64_t (*scratch)(const Aggregation<T>&, int64_t rows, bool backward);
   void (*forward)(const Aggregation<T>&, const AggregationMaps<T>&, Rows, T* scratch, T* y);
   // Adds to grad_beta and writes grad_w, and in `dots` [G, w's pitch], unless it is null, sum_j w grad_w for each
   // pixel.
   void (*backward)(const Aggregation<T>&, const AggregationMaps<T>&, const T* grad_y, Rows, T* scratch, T* grad_beta,
                    BandWeights<T> grad_w, T* dots);
+  // z = phi_i psi_j, for the values that share a weight channel.
+  void (*dot)(const Aggregation<T>&, const T* phi, const T* psi, Rows, T* scratch, BandWeights<T> z);
+  // Writes grad_phi and adds to grad_psi; `maps` has psi and the gradient of z in the places of beta and w.
+  void (*dot_backward)(const Aggregation<T>&, const AggregationMaps<T>& maps, const T* phi, Rows, T* scratch,
+                       T* grad_phi, T* grad_psi);
+  // Writes the weights, whose pitch is in whole vectors here and below; `softmax` [2, G, P] as in PairKernels.
+  void (*dot_weights)(const Aggregation<T>&, const DotMaps<T>&, Rows, T* scratch, BandWeights<T> w, T* softmax);
+  void (*dot_weights_again)(const Aggregation<T>&, const DotMaps<T>&, Rows, T* scratch, BandWeights<T> w,
+                            const T* softmax);
+  // Replaces grad_w by the gradient of z, and writes that of the scores.
+  void (*softmax_backward)(const Aggregation<T>&, BandWeights<const T> w, const T* dots, Rows, T* scratch,
+                           BandWeights<T> grad_w, T* grad_scores);
 };
 
 // The functions of the sources in this folder, which are compiled for each instruction set, SAN_ISA.
