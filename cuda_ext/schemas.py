@@ -104,9 +104,9 @@ attend_patches(Tensor hidden, Tensor weight, Tensor bias, Tensor beta, int kerne
 attend_patches_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor bias, Tensor beta, int kernel_size, bool tf32) ->
     (Tensor, Tensor, Tensor, Tensor)
 
-# Dot products and aggregation in one, without storing the weights: phi, psi [N, H, W, R], beta [N, H, W, M]. The weights are the
-# softmax over the footprint of dot and, at row y and column x of the footprint, scores_y + scores_{k + x}: scores
-# [N, G, 2 * kernel_size, P]. All have one type. On GPUs, it is float32, and at most 64 channels share a weight channel
+# Dot products and aggregation in one, without storing the weights: phi, psi [N, H, W, R], beta [N, H, W, M]. The weights are
+# the softmax over the footprint of dot and, at row y and column x of the footprint, scores_y + scores_{k + x}: scores
+# [N, G, 2 * kernel_size, P]. All have one type, on GPUs float32; there, at most 64 channels share a weight channel
 # -> y [N, H, W, M]; as in attend_pairs, softmax [N, 2, G, P]
 attend_dot(Tensor phi, Tensor psi, Tensor scores, Tensor beta, int kernel_size) -> (Tensor, Tensor softmax)
 # -> gradients of phi, psi, scores, beta; only GPUs read y, on CPUs any such map will do

@@ -1,5 +1,5 @@
-// dot and attend_dot, forward and backward: dot products of a pixel and the pixels of its footprint, and the weighted sum
-// of values whose weights are their softmax. The definitions are in schemas.py, the loops over pixels are in
+// dot and attend_dot, forward and backward: dot products of a pixel and the pixels of its footprint, and the weighted
+// sum of values whose weights are their softmax. The definitions are in schemas.py, the loops over pixels are in
 // simd/aggregation.cpp.
 #include <tuple>
 
@@ -74,12 +74,11 @@ std::tuple<Tensor, Tensor> backward(const Problem<T>& problem, const Tensor& gra
   const T* from = values<T>(grad_z);
   const Gradients<T> to(problem);
   const std::vector<Band> bands = bands_of(problem.N, f, band_rows(problem.p, f.kernel_size));
-  for_each_band_apart<T>(bands, problem.kernels.scratch(problem.p, most_rows(bands), true),
-                         [&](int64_t, const Band& band, T* scratch) {
-                           const T* first = from + band.image * problem.p.weights * f.positions() * f.pixels();
-                           to.add(band, {first + band.rows.first * f.width, f.pixels()}, from + grad_z.numel(),
-                                  scratch);
-                         });
+  for_each_band_apart<T>(
+      bands, problem.kernels.scratch(problem.p, most_rows(bands), true), [&](int64_t, const Band& band, T* scratch) {
+        const T* first = from + band.image * problem.p.weights * f.positions() * f.pixels();
+        to.add(band, {first + band.rows.first * f.width, f.pixels()}, from + grad_z.numel(), scratch);
+      });
   return {to.phi, to.psi};
 }
 
@@ -144,8 +143,8 @@ Tensor by_channels(const Tensor& x, ScalarType type) {
 
 Tensor dot(const Tensor& phi, const Tensor& psi, int64_t kernel_size, int64_t groups) {
   const Footprint f = check_dot(phi, psi, kernel_size, groups);
-  SAN_SUM_TYPE(
-      phi, return as_type(forward(Problem<T>(by_pixels<T>(phi), by_pixels<T>(psi), f, groups)), phi.scalar_type());)
+  SAN_SUM_TYPE(phi,
+               return as_type(forward(Problem<T>(by_pixels<T>(phi), by_pixels<T>(psi), f, groups)), phi.scalar_type());)
 }
 
 std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, const Tensor& psi, int64_t kernel_size) {
@@ -160,13 +159,13 @@ std::tuple<Tensor, Tensor> dot_backward(const Tensor& grad, const Tensor& phi, c
 }
 
 std::tuple<Tensor, Tensor> attend_dot(const Tensor& phi, const Tensor& psi, const Tensor& scores, const Tensor& beta,
-                                      int64_t kernel_size) {
-  SAN_SUM_TYPE(phi, {
-    const Attention<T> attention(phi, psi, scores, beta, kernel_size);
-    check_values({&beta}, phi, scores.size(1)), check_same(beta, phi, "beta and the other maps");
-    return attend(attention);
-  })
-}
+                                      int64_t kernel_size){
+    SAN_SUM_TYPE(phi,
+                 {
+                   const Attention<T> attention(phi, psi, scores, beta, kernel_size);
+                   check_values({&beta}, phi, scores.size(1)), check_same(beta, phi, "beta and the other maps");
+                   return attend(attention);
+                 })}
 
 AttendGradients attend_dot_backward(const Tensor& grad, const Tensor& y, const Tensor& softmax, const Tensor& phi,
                                     const Tensor& psi, const Tensor& scores, const Tensor& beta, int64_t kernel_size) {

@@ -3,8 +3,7 @@
 // Each is the other's derivative, so both need the same two kernels. In `weighted_sum`, a thread computes one pixel and
 // channel: it sums over the pixel's footprint or, for a gradient, over all pixels whose footprints contain it. In
 // `correlate`, a thread computes the weights of one footprint row: it sums over the channels that share a weight. There
-// are no atomics. Tensors may have any strides. If channels are contiguous, a thread computes 2 or 4 adjacent channels
-// in each of two groups with the same weights.
+// are no atomics. Tensors may have any strides. If channels are contiguous, a thread computes 2 or 4 adjacent channels.
 #include <tuple>
 
 #include "mma.cuh"
@@ -73,47 +72,40 @@ __device__ __forceinline__ void store_sums(const T (&sums)[kWidth], scalar_t* to
 }
 
 // out[c, i] = sum_o weight[c % G, o, i] * map[c, i + o], or, with kGather, for pixel j the sum of weight[c % G, o, i] *
-// map[c, i] over all (o, i) for which position o of pixel i is j. A thread computes kWidth channels in each of kSets
-// sets of channels with the same weights.
+// map[c, i] over all (o, i) for which position o of pixel i is j. A thread computes kWidth channels.
 //
 // Predicted for SAN10's stage 2 at batch 32 (64 channels, 8 weight channels, 56x56, k = 7, float32) on an H100: reads
 // 26 MB of the map and 157 MB of weights, writes 26 MB; 315 M products; no shared memory; 0.07 ms, of memory bandwidth.
-// Measured on an H200: 0.15 ms, and 0.24 ms with kGather.
-template <bool kGather, int kWidth, int kSets, class scalar_t>
+// With two groups of channels for a thread, it took 0.15 ms on an H200, and 0.24 ms with kGather.
+template <bool kGather, int kWidth, class scalar_t>
 __global__ void __launch_bounds__(kThreads, kResident)
     weighted_sum_kernel(const scalar_t* map, Strides in, const scalar_t* weight, Strides at, Sizes sizes,
                         unsigned threads, scalar_t* out, Strides to) {
   const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
   if (thread >= threads) return;
-  const Place own(sizes.f, thread, sizes.C / kWidth / kSets, in.channel == 1);
-  const int c = own.c * kWidth, set = sizes.C / kSets;
+  const Place own(sizes.f, thread, sizes.C / kWidth, in.channel == 1);
+  const int c = own.c * kWidth;
   const scalar_t* values = map + own.n * in.image + c * in.channel;
   const scalar_t* weights = weight + own.n * at.image + c % sizes.G * at.channel + (kGather ? 0 : own.i * at.pixel);
-  accumulate_t<scalar_t> sums[kSets][kWidth] = {};
+  accumulate_t<scalar_t> sums[kWidth] = {};
   const auto add = [&](int o, int other) {
     const auto factors = Pack<kWidth, scalar_t>::load(weights + o * at.position + (kGather ? other * at.pixel : 0));
-    SAN_UNROLL
-    for (int s = 0; s < kSets; ++s) add_products(factors, values + s * set * in.channel + other * in.pixel, sums[s]);
+    add_products(factors, values + other * in.pixel, sums);
   };
   if constexpr (kGather) {
     for_each_reader(sizes.f, own.h, own.w, add);
   } else {
     for_each_neighbour(sizes.f, own.h, own.w, add);
   }
-  SAN_UNROLL
-  for (int s = 0; s < kSets; ++s) {
-    store_sums(sums[s], out + own.n * to.image + (c + s * set) * to.channel + own.i * to.pixel);
-  }
+  store_sums(sums, out + own.n * to.image + c * to.channel + own.i * to.pixel);
 }
 
-constexpr int kShares = 8;  // channels that share a weight in SAN
-
-// out[g, o, i] = sum over the channels c of group g of center[c, i] * around[c, i + o]. With kKept, kShares channels
-// share a weight, and a thread keeps their values of center in registers.
+// out[g, o, i] = sum over the channels c of group g of center[c, i] * around[c, i + o].
 //
 // Predicted for SAN10's stage 2 as above: reads 26 MB of center and of around, writes 157 MB of weights; 315 M
-// products; no shared memory; 0.07 ms, of memory bandwidth. Measured on an H200: 0.19 ms.
-template <int kWidth, bool kKept, class scalar_t>
+// products; no shared memory; 0.07 ms, of memory bandwidth. With eight channels of center in registers, it took 0.19 ms
+// on an H200.
+template <int kWidth, class scalar_t>
 __global__ void __launch_bounds__(kThreads)
     correlate_kernel(const scalar_t* center, Strides from, const scalar_t* around, Strides in, Sizes sizes,
                      unsigned threads, scalar_t* out, Strides to) {
@@ -127,23 +119,13 @@ __global__ void __launch_bounds__(kThreads)
   const scalar_t* centers = center + own.n * from.image + g * from.channel + own.i * from.pixel;
   const scalar_t* values = around + own.n * in.image + g * in.channel;
   const int from_step = sizes.G * from.channel, in_step = sizes.G * in.channel;
-  Pack<kWidth, scalar_t> kept[kKept ? kShares : 1] = {};
-  if constexpr (kKept) {
-    SAN_UNROLL
-    for (int s = 0; s < kShares; ++s) kept[s] = Pack<kWidth, scalar_t>::load(centers + s * from_step);
-  }
   const int row = reflect_int(own.h + dh - f.reach(), f.height) * f.width;
   scalar_t* result = out + own.n * to.image + g * to.channel + dh * f.kernel_size * to.position + own.i * to.pixel;
   for (int dw = -f.reach(); dw <= f.reach(); ++dw, result += to.position) {
     const scalar_t* seen = values + (row + reflect_int(own.w + dw, f.width)) * in.pixel;
     accumulate_t<scalar_t> sums[kWidth] = {};
-    if constexpr (kKept) {
-      SAN_UNROLL
-      for (int s = 0; s < kShares; ++s) add_products(kept[s], seen + s * in_step, sums);
-    } else {
-      for (int s = 0; s < shares; ++s) {
-        add_products(Pack<kWidth, scalar_t>::load(centers + s * from_step), seen + s * in_step, sums);
-      }
+    for (int s = 0; s < shares; ++s) {
+      add_products(Pack<kWidth, scalar_t>::load(centers + s * from_step), seen + s * in_step, sums);
     }
     store_sums(sums, result);
   }
@@ -190,19 +172,16 @@ void launch_weighted_sum(const Tensor& map, const Tensor& weight, const Sizes& s
   const Strides in(map), at(weight), to(out);
   const scalar_t *values = map.const_data_ptr<scalar_t>(), *weights = weight.const_data_ptr<scalar_t>();
   scalar_t* result = out.mutable_data_ptr<scalar_t>();
-  const auto run = [&](auto width, auto sets) {
-    constexpr int kWidth = decltype(width)::value, kSets = decltype(sets)::value;
-    const int64_t threads = map.size(0) * (sizes.C / kWidth / kSets) * sizes.f.pixels();
-    SAN_LAUNCH((weighted_sum_kernel<kGather, kWidth, kSets, scalar_t>), grid_for(threads), kThreads,
-               current_stream(map), values, in, weights, at, sizes, static_cast<unsigned>(threads), result, to);
+  const auto run = [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
+    const int64_t threads = map.size(0) * (sizes.C / kWidth) * sizes.f.pixels();
+    SAN_LAUNCH((weighted_sum_kernel<kGather, kWidth, scalar_t>), grid_for(threads), kThreads, current_stream(map),
+               values, in, weights, at, sizes, static_cast<unsigned>(threads), result, to);
   };
   const auto fits = [&](int width) {
     return sizes.G % width == 0 && in.is_wide(width, values) && at.is_wide(width, weights) && to.is_wide(width, result);
   };
-  with_width(fits, [&](auto width) {
-    const bool even = sizes.C / sizes.G % 2 == 0;
-    even ? run(width, std::integral_constant<int, 2>()) : run(width, std::integral_constant<int, 1>());
-  });
+  with_width(fits, run);
 }
 
 // Writes out [N, G, K, P]; see correlate_kernel.
@@ -211,20 +190,17 @@ void launch_correlation(const Tensor& center, const Tensor& around, const Sizes&
   const Strides from(center), in(around), to(out);
   const scalar_t *centers = center.const_data_ptr<scalar_t>(), *values = around.const_data_ptr<scalar_t>();
   scalar_t* result = out.mutable_data_ptr<scalar_t>();
-  const auto run = [&](auto width, auto is_kept) {
+  const auto run = [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
-    constexpr bool kKept = decltype(is_kept)::value;
     const int64_t threads = center.size(0) * (sizes.G / kWidth) * sizes.f.kernel_size * sizes.f.pixels();
-    SAN_LAUNCH((correlate_kernel<kWidth, kKept, scalar_t>), grid_for(threads), kThreads, current_stream(center),
-               centers, from, values, in, sizes, static_cast<unsigned>(threads), result, to);
+    SAN_LAUNCH((correlate_kernel<kWidth, scalar_t>), grid_for(threads), kThreads, current_stream(center), centers, from,
+               values, in, sizes, static_cast<unsigned>(threads), result, to);
   };
   const auto fits = [&](int width) {
     return sizes.G % width == 0 && from.is_wide(width, centers) && in.is_wide(width, values) &&
            to.is_wide(width, result);
   };
-  with_width(fits, [&](auto width) {
-    sizes.C / sizes.G == kShares ? run(width, std::true_type()) : run(width, std::false_type());
-  });
+  with_width(fits, run);
 }
 
 }  // namespace

@@ -2,9 +2,9 @@
 // san/ops/fused_reference.py.
 //
 // A team of one, two or four adjacent lanes computes a pixel in one weight channel. The maps are copied, so that each
-// lane loads its channels at once, borders are reflected, and logits are to base 2. Backward computes the weights again:
-// from the side of pixels, for the gradients of phi and the scores, and from the side of their partners, for those of
-// psi and beta. There are no atomics.
+// lane loads its channels at once, borders are reflected, and logits are to base 2. Backward computes the weights
+// again: from the side of pixels, for the gradients of phi and the scores, and from the side of their partners, for
+// those of psi and beta. There are no atomics.
 #include <tuple>
 
 #include "maps.cuh"
@@ -132,9 +132,7 @@ struct DotTeam {
   __device__ __forceinline__ const float* at(const float* map, int index) const {
     return row_at(map + (g * kLanes + lane) * kOwn, index, step() * static_cast<int>(sizeof(float)));
   }
-  __device__ __forceinline__ float* scores(int index) const {
-    return p.scores + int64_t(index * p.G + g) * p.pitch();
-  }
+  __device__ __forceinline__ float* scores(int index) const { return p.scores + int64_t(index * p.G + g) * p.pitch(); }
   // Channel n of the lane in a map [pixels, G * shares], or null.
   __device__ __forceinline__ float* channel(float* map, int shares, int n) const {
     const int s = lane * kOwn + n;
@@ -165,8 +163,8 @@ struct DotTeam {
 
 // y, with a softmax whose reference is raised only if a logit exceeds it by far, because that changes all sums.
 //
-// Predicted for SAN10's stage 2 at batch 32 (8 heads of 8 channels, 56x56, k = 7) on an H100: reads 100 MB, writes 32
-// MB; 629 M products; no shared memory; 0.1 ms, limited by instruction issue.
+// Predicted for SAN10's stage 2 at batch 32 (8 heads of 8 channels, 56x56, k = 7) on an H100: reads 140 MB, writes 32
+// MB; 629 M products; no shared memory; 0.07 ms, limited by instruction issue.
 template <int kOwn, int kLanes>
 __global__ void __launch_bounds__(kThreads, 2) attend_dot_kernel(Dots p, float* y, float* softmax) {
   using Own = Shares<kOwn, kLanes>;
@@ -193,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, 2) attend_dot_kernel(Dots p, float* 
 
 // The gradients of phi and the scores.
 //
-// Predicted as above: reads 150 MB, writes 74 MB; 0.9 G products; 7 KB of shared memory; 0.13 ms, limited by
+// Predicted as above: reads 190 MB, writes 71 MB; 0.9 G products; 7 KB of shared memory; 0.08 ms, limited by
 // instruction issue.
 template <int kOwn, int kLanes>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -232,11 +230,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 // The gradients of psi and beta on the padded grid, [padded pixels, keys()] and [padded pixels, values()]: each
 // position of the footprint pairs a padded pixel with at most one pixel of the map.
 //
-// Predicted as above: reads 150 MB, writes 64 MB; 1.5 G products; no shared memory; 0.2 ms, limited by instruction
+// Predicted as above: reads 170 MB, writes 63 MB; 1.5 G products; no shared memory; 0.14 ms, limited by instruction
 // issue.
 template <int kOwn, int kLanes>
-__global__ void __launch_bounds__(kThreads, 2)
-    attend_dot_around_kernel(Dots p, float* to_psi, float* to_beta) {
+__global__ void __launch_bounds__(kThreads, 2) attend_dot_around_kernel(Dots p, float* to_psi, float* to_beta) {
   using Own = Shares<kOwn, kLanes>;
   const DotTeam<kOwn, kLanes, true> team(p);
   const int k = p.kernel_size;

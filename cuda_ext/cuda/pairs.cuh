@@ -10,32 +10,19 @@
 namespace san::cuda {
 namespace {
 
-// What the kernels are compiled for, in tiles of 8 channels: the first stages of SAN, and all other sizes. A stage
-// holds all channels at once (is_whole), so loops over tiles are unrolled and values stay in registers. AnySize holds
-// this many at a time.
-struct Stage1 {
-  static constexpr int relation = 1, hidden = 1, weights = 1;
-  static constexpr bool is_whole = true;
+// What the kernels are compiled for, in tiles of 8 channels. If it is whole, all channels are held at once, so loops
+// over tiles are unrolled and values stay in registers; otherwise this many at a time.
+template <int kRelation, int kHidden, int kWeights, bool kIsWhole = true>
+struct Tiles {
+  static constexpr int relation = kRelation, hidden = kHidden, weights = kWeights;
+  static constexpr bool is_whole = kIsWhole;
 };
-struct Stage2 {
-  static constexpr int relation = 3, hidden = 2, weights = 1;
-  static constexpr bool is_whole = true;
-};
-struct Stage3 {
-  static constexpr int relation = 5, hidden = 4, weights = 2;
-  static constexpr bool is_whole = true;
-};
-struct Stage4 {  // not for Operand<true>, which needs more registers than there are
-  static constexpr int relation = 9, hidden = 8, weights = 4;
-  static constexpr bool is_whole = true;
-};
-struct AnySize {
-  static constexpr int relation = 9, hidden = 4, weights = 4;
-  static constexpr bool is_whole = false;
-};
-struct AnySizeAccurate : AnySize {  // for Operand<true>, which needs more registers
-  static constexpr int hidden = 2;
-};
+struct Stage1 : Tiles<1, 1, 1> {};  // of SAN
+struct Stage2 : Tiles<3, 2, 1> {};
+struct Stage3 : Tiles<5, 4, 2> {};
+struct Stage4 : Tiles<9, 8, 4> {};  // not for Operand<true>, which needs more registers than there are
+struct AnySize : Tiles<9, 4, 4, false> {};
+struct AnySizeAccurate : Tiles<9, 2, 4, false> {};  // for Operand<true>
 
 // Calls run with the operand type of the products, and with the stage that suits the numbers of relation, hidden and
 // weight channels.

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.cost
 
 For each of SAN10's stages with 32 images and TF32: instructions of the inner loop, and the milliseconds that the GPU needs to
-start them if it starts one in every cycle. Kernels have reached about half of this rate.
+start them if it starts one in every cycle. Kernels have reached about half of this rate. In vector attention, an iteration
+computes 16 pixels; in scalar attention, 32 lanes, each of which has up to 16 channels of a head.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.benchmarks.stages import KINDS, STAGES
 from tests.benchmarks.tables import table
 from tests.ops.machine_code import NVCC_FLAGS, Loop, main_loops
 
-BATCH = 32
+BATCH, HEADS = 32, 8
 INSTRUCTIONS_PER_SECOND = 132 * 4 * 1.755e9  # multiprocessors, their schedulers, and the clock of an H100
 
 
@@ -31,6 +32,9 @@ class Stage:
         self.padded_groups = BATCH * (side + footprint - 1) ** 2 * footprint**2 / 16
         self.pair_tiles = min(self.weight_tiles, 2)  # that a warp of a pairwise kernel computes
         self.strips = -(-channels // 16 // 16)  # of 16 hidden channels of a pairwise mapping
+        shares = channels // 4 // HEADS  # channels of a head in scalar attention
+        self.own, self.lanes = (max(4, shares), 1) if shares <= 16 else (16, shares // 16)
+        self.heads = HEADS * self.lanes / 2  # iterations of a warp, which computes 32 lanes
 
 
 KERNELS: dict[str, tuple[str, Callable[[Stage], str], Callable[[Stage], float]]] = {
@@ -84,6 +88,21 @@ KERNELS: dict[str, tuple[str, Callable[[Stage], str], Callable[[Stage], float]]]
         lambda s: f"gram_kernel<Operand<false>, Stage{s.number}>",
         lambda s: 2 * s.groups,
     ),
+    "scalar, forward": (
+        "attend_dot.cu",
+        lambda s: f"attend_dot_kernel<{s.own}, {s.lanes}>",
+        lambda s: s.groups * s.heads,
+    ),
+    "scalar, gradients of φ": (
+        "attend_dot.cu",
+        lambda s: f"attend_dot_center_kernel<{s.own}, {s.lanes}>",
+        lambda s: s.groups * s.heads,
+    ),
+    "scalar, gradients of ψ and β": (
+        "attend_dot.cu",
+        lambda s: f"attend_dot_around_kernel<{s.own}, {s.lanes}>",
+        lambda s: s.padded_groups * s.heads,
+    ),
 }
 
 
@@ -100,7 +119,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         loops = {source: compiled(source, Path(folder)) for source in {source for source, _, _ in KERNELS.values()}}
     rows = []
-    sums = {kind: [0.0] * len(stages) for kind in KINDS}
+    sums = {kind: [0.0] * len(stages) for kind in (*KINDS, "scalar")}
     for label, (source, name, work) in KERNELS.items():
         cells = []
         for at, stage in enumerate(stages):

@@ -48,7 +48,12 @@ WAYS = {
     "AVX2": Variant(environment=KEEP_MEMORY | SETTINGS["AVX2"]),
     "compiled": Variant(environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}, compiled=True),
 }
-KINDS = {"SAN10 pairwise": "san10_pairwise", "SAN10 patchwise": "san10_patchwise", "ResNet26": "resnet26"}
+KINDS = {
+    "SAN10 pairwise": "san10_pairwise",
+    "SAN10 patchwise": "san10_patchwise",
+    "SAN10 scalar": "san10_scalar",
+    "ResNet26": "resnet26",
+}
 SMALL = "num_stages=3, width_mult=0.5"
 SIZES = {
     "32x32": (SMALL, 64, 32),

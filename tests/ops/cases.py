@@ -88,6 +88,10 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     s, image = sizes, (sizes.batch, sizes.height, sizes.width)
+    if operator == "attend_dot":
+        keys = s.weights * min(s.channels, 40)
+        scores = random(s.batch, s.weights, 2 * s.footprint, s.height * s.width)
+        return random(*image, keys) / s.channels**0.5, random(*image, keys), scores, random(*image, s.weights * s.shares)
     if operator == "attend_pairs":
         return *sample("pair_weights", sizes, dtype, seed), random(*image, s.weights * s.shares)
     if operator == "attend_pairs_of_batch":
@@ -97,10 +101,6 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
         hidden, rows = min(max(s.hidden, 1), 64), s.weights * s.footprint**2  # GPUs take at most 64
         layer = random(rows, hidden) / hidden**0.5, random(rows)
         return random(*image, hidden), *layer, random(*image, s.weights * min(s.shares, 8))  # 8
-    if operator == "attend_dot":
-        phi, psi = (random(*image, s.weights * min(s.channels, 40)) for _ in range(2))
-        scores = random(s.batch, s.weights, 2 * s.footprint, s.height * s.width)
-        return phi / s.channels**0.5, psi, scores, random(*image, s.weights * s.shares)
     around = random(*image, s.channels)
     if operator.startswith("patch"):
         own = s.channels if s.own else 0
@@ -115,10 +115,9 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
     norm = random(3, s.channels)
     if operator == "pair_covariance":
         return *maps, norm
-    if s.hidden == 0:
-        return *maps, norm, random(0, 0), random(0), random(s.weights, s.channels) / s.channels**0.5
-    weight1, weight2 = random(s.hidden, s.channels) / s.channels**0.5, random(s.weights, s.hidden) / s.hidden**0.5
-    return *maps, norm, weight1, random(s.hidden), weight2
+    depth = s.hidden or s.channels
+    weight1, weight2 = random(s.hidden, s.channels if s.hidden else 0), random(s.weights, depth)
+    return *maps, norm, weight1 / s.channels**0.5, random(s.hidden), weight2 / depth**0.5
 
 
 def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:

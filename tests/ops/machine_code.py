@@ -14,7 +14,7 @@ from pathlib import Path
 
 NVCC_FLAGS = ["-gencode=arch=compute_90,code=sm_90", "-no-compress"]
 """With them, nvcc writes object files that can be read here."""
-BRANCH, TENSOR_CORE_PRODUCT = 0x947, 0x23C
+BRANCH, TENSOR_CORE_PRODUCT, SPECIAL_FUNCTION = 0x947, 0x23C, 0x308
 SIZE = 16
 
 
@@ -24,7 +24,7 @@ class Loop:
 
     instructions: int
     products: int
-    """Instructions of tensor cores."""
+    """Instructions of tensor cores or, in a kernel without them, of powers and other special functions."""
 
 
 def main_loops(path: Path) -> dict[str, Loop]:
@@ -73,7 +73,8 @@ def _loops_with_products(code: bytes) -> Iterator[Loop]:
             target = at + SIZE + 4 * distance
             if 0 <= target < at:
                 loops.add((target // SIZE, at // SIZE))
-    found = {(start, end): operations[start : end + 1].count(TENSOR_CORE_PRODUCT) for start, end in loops}
+    counted = TENSOR_CORE_PRODUCT if TENSOR_CORE_PRODUCT in operations else SPECIAL_FUNCTION
+    found = {(start, end): operations[start : end + 1].count(counted) for start, end in loops}
     found = {loop: products for loop, products in found.items() if products}
     for (start, end), products in found.items():
         if not any(start <= first and last <= end for first, last in found.keys() - {(start, end)}):

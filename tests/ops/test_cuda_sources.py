@@ -24,6 +24,11 @@ CUDA_SOURCES = build.sources("cuda")
 STAGE_4_BYTES, OTHER_BYTES = 64, 32
 """On the stack, at most, of the kernels for the channels of stage 4 and, on GPUs other than H100s and H200s, of others."""
 INSTRUCTIONS = {
+    "attend_dot.cu": {
+        "attend_dot_kernel<8, 1>": 50,
+        "attend_dot_center_kernel<8, 1>": 58,
+        "attend_dot_around_kernel<8, 1>": 87,
+    },
     "attend_patches.cu": {
         "attend_kernel<Operand<false>, 1>": 54,
         "attend_around_kernel<Operand<false>, 1>": 86,

@@ -35,7 +35,7 @@ FUSED = {"pairwise": "san::attend_pairs", "patchwise": "san::patch_linear", "sca
 ALL_KINDS = (*KINDS, "scalar")
 every_kind = pytest.mark.parametrize("kind", ALL_KINDS)
 every_mapping = pytest.mark.parametrize("kind", KINDS)
-"""The kinds with a mapping γ."""
+"""The kinds with a gamma."""
 every_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
@@ -75,7 +75,9 @@ class Setting:
         elif self.kind == "patchwise":
             module = PatchwiseAttention(self.channels, self.footprint, **options)
         else:
-            module = ScalarAttention(self.channels, self.footprint, r1=4, r2=self.r2, heads=self.channels // self.r2 // self.group_size)
+            module = ScalarAttention(
+                self.channels, self.footprint, r1=4, r2=self.r2, heads=self.channels // self.r2 // self.group_size
+            )
         randomize(module)
         return module.to(dtype)
 

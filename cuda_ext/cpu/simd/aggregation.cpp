@@ -1,5 +1,5 @@
-// The aggregation, each pixel's weighted sum of the values in its footprint, and dot products with these values. Vectors
-// run over neighboring pixels of a row, and eight value channels share each weight that is loaded.
+// The aggregation, each pixel's weighted sum of the values in its footprint, and dot products with these values.
+// Vectors run over neighboring pixels of a row, and eight value channels share each weight that is loaded.
 //
 // The last vector of a row extends into the next row. Its values there are wrong, but they are overwritten: rows are
 // written in order, and at the end of the band only the valid lanes are stored.
@@ -341,8 +341,7 @@ SAN_INLINE void add_softmax(const Aggregation<T>& p, const DotMaps<T>& x, Rows r
       };
       if constexpr (is_known) {
         const Vector<T> largest = load_some(top + t, values), factor = load_some(scale + t, values);
-        for_each_z([&](T* at, Vector<T> z)
-                       __attribute__((always_inline)) { store(at, exp(z - largest) * factor); });
+        for_each_z([&](T* at, Vector<T> z) __attribute__((always_inline)) { store(at, exp(z - largest) * factor); });
       } else {
         Vector<T> largest = broadcast(static_cast<T>(-__builtin_inf()));
         for_each_z([&](T* at, Vector<T> z)
