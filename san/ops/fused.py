@@ -157,8 +157,10 @@ def attend_dot(phi_NRHW: Tensor, psi_NRHW: Tensor, scores: Tensor, beta_NMHW: Te
     They are the softmax of the dot product of phi_i and psi_j in each of G groups of channels plus two scores: `scores`
     [N, G, 2 k, P] has those of the footprint's k rows, then those of its columns.
     """
-    maps, beta_NHWM = _maps(phi_NRHW, psi_NRHW, kernel_size), beta_NMHW.permute(0, 2, 3, 1)
-    y_NHWM, _ = torch.ops.san.attend_dot(*maps, scores, beta_NHWM, kernel_size)
+    check_footprint(kernel_size, *beta_NMHW.shape[2:])
+    _load()
+    phi_NHWR, psi_NHWR, beta_NHWM = (x.permute(0, 2, 3, 1) for x in (phi_NRHW, psi_NRHW, beta_NMHW))
+    y_NHWM, _ = torch.ops.san.attend_dot(phi_NHWR, psi_NHWR, scores, beta_NHWM, kernel_size)
     return _in_format_of(beta_NMHW, y_NHWM)
 
 
