@@ -126,15 +126,6 @@ inline void check_pair_layers(const Tensor& center, const Tensor& weight1, const
   check_weight(weight2, center);
 }
 
-// The result of pair_weights and its gradient.
-inline void check_pair_gradient(const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& weight2,
-                                const Footprint& footprint) {
-  check_unfolded(w, footprint, "w");
-  STD_TORCH_CHECK(w.size(0) == center.size(0) && w.size(1) == weight2.size(0), "w must have ", center.size(0),
-                  " images and ", weight2.size(0), " channels, not ", w.size(0), " and ", w.size(1));
-  check_alike(grad, w, "grad and w"), check_same(w, weight2, "w and weight2");
-}
-
 // The second result of attend_pairs and attend_dot.
 inline void check_softmax(const Tensor& softmax, const Tensor& map, int64_t G) {
   const int64_t N = map.size(0), P = map.size(1) * map.size(2);

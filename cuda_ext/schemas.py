@@ -56,17 +56,12 @@ pair_covariance(Tensor center, Tensor around, Tensor norm, int kernel_size, int 
 # -> gradients of center, around, norm
 pair_covariance_backward(Tensor grad_mean, Tensor grad_covariance, Tensor center, Tensor around, Tensor norm, Tensor mean,
     int kernel_size, int products) -> (Tensor, Tensor, Tensor)
-# softmax over the footprint of weight2 relu(weight1 a1 + shift2) -> [N, G, K, P] of weight2's type; weight1 [E, d],
-# weight2 [G, E]. If weight1 is empty, there is no hidden layer: the softmax of weight2 a1, weight2 [G, d]. On CPUs only
-pair_weights(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2, Tensor weight2, int kernel_size,
-    int products) -> Tensor
-# -> gradients of center, around, norm, weight1, shift2, weight2
-pair_weights_backward(Tensor grad, Tensor w, Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2,
-    Tensor weight2, int kernel_size, int products) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
-# pair_weights and aggregation in one: y [N, H, W, M], where channel c of beta [N, H, W, M] uses weight channel c % G. On CPUs,
-# all have one type; on GPUs, weights and beta may be half types, and at most 8 value channels may share a weight channel. The
-# weights are not stored, but computed again for the gradients, from each pixel's largest logit (on GPUs, a number near it) and
-# the reciprocal of the sum of exp(logit - largest): softmax [N, 2, G, P]
+# y [N, H, W, M]: the weighted sum of beta [N, H, W, M], whose channel c uses weight channel c % G. The weights are the softmax
+# over the footprint of weight2 relu(weight1 a1 + shift2), weight1 [E, d], weight2 [G, E]; if weight1 is empty, there is no
+# hidden layer: the softmax of weight2 a1, weight2 [G, d]. On CPUs, all have one type; on GPUs, weights and beta may be half
+# types, and at most 8 value channels may share a weight channel. The weights are not stored, but computed again for the
+# gradients, from each pixel's largest logit (on GPUs, a number near it) and the reciprocal of the sum of
+# exp(logit - largest): softmax [N, 2, G, P]
 attend_pairs(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor shift2, Tensor weight2, Tensor beta,
     int kernel_size, int products, bool tf32) -> (Tensor, Tensor softmax)
 # -> gradients of center, around, norm, weight1, shift2, weight2, beta; only GPUs read y, on CPUs any such map will do

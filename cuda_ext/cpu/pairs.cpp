@@ -1,6 +1,6 @@
-// Operators on the pairs of a pixel and a position of its footprint. pair_weights stores one tensor with a value for
-// every pair, attend_pairs none. The definitions are in schemas.py. The loops over pairs, which take nearly all the
-// time, are in simd/pairs.cpp.
+// Operators on the pairs of a pixel and a position of its footprint. None of them stores a tensor with a value for
+// every pair. The definitions are in schemas.py. The loops over pairs, which take nearly all the time, are in
+// simd/pairs.cpp.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
@@ -200,40 +200,6 @@ std::tuple<Tensor, Tensor, Tensor> covariance_backward(const Problem<T>& problem
 }
 
 template <class T>
-Tensor weights(const Problem<T>& problem) {
-  const Pairs<T>& p = problem.p;
-  const int64_t K = p.footprint.positions();
-  Tensor w = torch::stable::new_empty(problem.center, {problem.N, p.weights, K, problem.P}, kType<T>);
-  ask_for_large_pages(w);
-  T* data = w.template mutable_data_ptr<T>();
-  const std::vector<Band> bands = bands_alone(problem.N, p.footprint);
-  for_each_task<T>(bands.size(), kernels<T>().scratch(p, most_rows(bands), false), [&](int64_t task, T* scratch) {
-    const Band& band = bands[task];
-    T* first = data + band.image * p.weights * K * problem.P + band.rows.first * p.footprint.width;
-    kernels<T>().weights(p, problem.maps(band.image), band.rows, scratch, {first, problem.P}, nullptr);
-  });
-  return w;
-}
-
-template <class T>
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> weights_backward(const Problem<T>& problem,
-                                                                            const Tensor& grad, const Tensor& w) {
-  const Pairs<T>& p = problem.p;
-  const int64_t image = p.weights * p.footprint.positions() * problem.P;
-  const Tensor grads = as<T>(grad), ws = as<T>(w);
-  const std::vector<Band> bands = problem.bands();
-  Gradients<T> to(problem, bands.size());
-  for_each_band_apart<T>(
-      bands, kernels<T>().scratch(p, most_rows(bands), true), [&](int64_t task, const Band& band, T* scratch) {
-        const int64_t first = band.image * image + band.rows.first * p.footprint.width;
-        kernels<T>().weights_backward(p, problem.maps(band.image), {values<T>(ws) + first, problem.P},
-                                      {values<T>(grads) + first, problem.P}, nullptr, band.rows, scratch,
-                                      to.of(task, band.image));
-      });
-  return to.all();
-}
-
-template <class T>
 Values<T> values_of(const Problem<T>& problem, const Tensor& beta) {
   return {beta, problem.p.footprint, problem.p.weights, 1};
 }
@@ -290,29 +256,6 @@ std::tuple<Tensor, Tensor, Tensor> pair_covariance_backward(const Tensor& grad_m
                                                   grad_covariance, mean);)
 }
 
-Tensor pair_weights(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight1,
-                    const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products) {
-  SAN_SUM_TYPE(center, {
-    Problem<T> problem(center, around, norm, kernel_size, products);
-    problem.take_mapping(weight1, shift2, weight2);
-    return as_type(weights(problem), weight2.scalar_type());
-  });
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> pair_weights_backward(
-    const Tensor& grad, const Tensor& w, const Tensor& center, const Tensor& around, const Tensor& norm,
-    const Tensor& weight1, const Tensor& shift2, const Tensor& weight2, int64_t kernel_size, int64_t products) {
-  SAN_SUM_TYPE(center, {
-    Problem<T> problem(center, around, norm, kernel_size, products);
-    problem.take_mapping(weight1, shift2, weight2);
-    check_pair_gradient(grad, w, center, weight2, problem.p.footprint);
-    auto [to_center, to_around, to_norm, to_weight1, to_shift2, to_weight2] = weights_backward(problem, grad, w);
-    return {to_center, to_around,
-            to_norm,   as_type(to_weight1, weight1.scalar_type()),
-            to_shift2, as_type(to_weight2, weight2.scalar_type())};
-  });
-}
-
 std::tuple<Tensor, Tensor> attend_pairs(const Tensor& center, const Tensor& around, const Tensor& norm,
                                         const Tensor& weight1, const Tensor& shift2, const Tensor& weight2,
                                         const Tensor& beta, int64_t kernel_size, int64_t products, bool) {
@@ -343,8 +286,6 @@ AttendGradients attend_pairs_backward(const Tensor& grad, const Tensor& y, const
 STABLE_TORCH_LIBRARY_IMPL(san, CPU, m) {
   m.impl("pair_covariance", TORCH_BOX(&san::cpu::pair_covariance));
   m.impl("pair_covariance_backward", TORCH_BOX(&san::cpu::pair_covariance_backward));
-  m.impl("pair_weights", TORCH_BOX(&san::cpu::pair_weights));
-  m.impl("pair_weights_backward", TORCH_BOX(&san::cpu::pair_weights_backward));
   m.impl("attend_pairs", TORCH_BOX(&san::cpu::attend_pairs));
   m.impl("attend_pairs_backward", TORCH_BOX(&san::cpu::attend_pairs_backward));
 }

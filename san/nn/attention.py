@@ -154,30 +154,25 @@ class PairwiseAttention(VectorAttention):
 
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
         """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
-        is_gamma = _has_own_weights(self) and isinstance(self.gamma, Gamma)
-        if is_gamma and self.gamma.fuses_pair_values(phi_NRHW, beta_NMHW):
-            maps = self._fused_maps("attend_pairs", phi_NRHW, psi_NRHW)
-            if maps is not None:
-                return self.gamma.attend_pairs(maps, beta_NMHW, self.footprint)
-        return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
+        maps = self._fused_maps(phi_NRHW, psi_NRHW, beta_NMHW) if _has_own_weights(self) else None
+        if maps is None:
+            return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
+        return self.gamma.attend_pairs(maps, beta_NMHW, self.footprint)
 
     def attention_weights(self, phi_NRHW: Tensor, psi_NRHW: Tensor) -> Tensor:
         """Softmax over the footprint, [N, G, K, P]: the weights of a pixel sum to 1 in each weight channel."""
-        maps = self._fused_maps("pair_weights", phi_NRHW, psi_NRHW)
-        if maps is not None:
-            return self.gamma.pair_weights(maps, self.footprint, phi_NRHW.dtype)
         relation_NdKP = compute(self.relation, PAIRWISE[self.relation], phi_NRHW, psi_NRHW, self.footprint)
         if self.position is not None:
             position_12KP = self.position(phi_NRHW, self.footprint)
             relation_NdKP = torch.cat((relation_NdKP, position_12KP.expand(phi_NRHW.shape[0], -1, -1, -1)), 1)
         return self.gamma(relation_NdKP).softmax(dim=2)
 
-    def _fused_maps(self, operator: str, phi_NRHW: Tensor, psi_NRHW: Tensor) -> PairMaps | None:
-        """What a fused operator reads, or None if it does not compute this relation and mapping."""
+    def _fused_maps(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> PairMaps | None:
+        """What the fused operator reads, or None if it does not compute this relation and mapping."""
         pairs = PAIRWISE[self.relation].pairs
         is_usual = isinstance(self.gamma, Gamma) and (self.position is None or is_plain(self.position, Position))
         maps = pairs(phi_NRHW, psi_NRHW) if pairs is not None and is_usual else None
-        if maps is None or not self.gamma.fuses_pairs(operator, maps):
+        if maps is None or not self.gamma.fuses_pairs(maps, beta_NMHW):
             return None
         return maps if self.position is None else self.position.appended_to(maps)
 
@@ -223,7 +218,7 @@ class PatchwiseAttention(VectorAttention):
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
         """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
         is_fused = _has_own_weights(self) and self._fuses(psi_NRHW)
-        if not is_fused or not self.gamma.fuses_patch_values(psi_NRHW, beta_NMHW, self.footprint):
+        if not is_fused or not self.gamma.fuses_patch_values(beta_NMHW, self.footprint):
             return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
         return self.gamma.attend_patches(self._own(phi_NRHW), psi_NRHW, beta_NMHW, self.footprint)
 
@@ -268,11 +263,11 @@ class ScalarAttention(SelfAttention):
         nn.init.normal_(self.columns, std=R**-0.5)
 
     def attend(self, phi_NRHW: Tensor, psi_NRHW: Tensor, beta_NMHW: Tensor) -> Tensor:
-        """The weighted sum of beta, [N, M, H, W], if possible without storing the weights."""
-        wide = torch.promote_types(beta_NMHW.dtype, torch.float32)
+        """The weighted sum of beta, [N, M, H, W], if possible without storing the weights; half types in float32."""
         if not _has_own_weights(self) or not self._fuses(beta_NMHW):
             return super().attend(phi_NRHW, psi_NRHW, beta_NMHW)
         rows, columns = self.rows.flatten(1), self.columns.flatten(1)
+        wide = torch.promote_types(beta_NMHW.dtype, torch.float32)
         scores = _scores(phi_NRHW, torch.block_diag(rows, columns), self.weight_channels)
         phi, psi, scores, beta = (x.to(wide) for x in (phi_NRHW, psi_NRHW, scores, beta_NMHW))
         return kernels.attend_dot(phi, psi, scores, beta, self.footprint).to(beta_NMHW.dtype)

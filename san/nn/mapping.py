@@ -90,24 +90,17 @@ class Gamma(nn.Sequential):
             x_NCHW = convolve(self[at + 2], norm_relu(self[at], self[at + 1], x_NCHW))
         return x_NCHW
 
-    def fuses_pairs(self, operator: str, maps: PairMaps) -> bool:
-        """Whether `operator`, `pair_weights` or `attend_pairs`, can replace the layers. GPUs have only the second, for LRL of
-        float32 differences with few channels."""
-        layers, x = len(self), maps.center
-        if not fuses(operator, x) or layers not in (3, 6) or not self._is_plain(layers) or x.numel() == 0:
+    def fuses_pairs(self, maps: PairMaps, beta_NMHW: Tensor) -> bool:
+        """Whether `attend_pairs` can replace the layers and the aggregation; on GPUs, for LRL of float32 differences with few
+        channels."""
+        layers, x, last = len(self), maps.center, self[-1]
+        if not fuses("attend_pairs", x) or layers not in (3, 6) or not self._is_plain(layers) or x.numel() == 0:
             return False
+        assert isinstance(last, nn.Conv2d)
         norm = self[0]  # has the channels of the position, too, which the maps still lack
         is_narrow = isinstance(norm, nn.BatchNorm2d) and norm.num_features <= MOST_CHANNELS
-        return not x.is_cuda or (layers == 6 and maps.products == 0 and x.dtype != torch.float64 and is_narrow)
-
-    def fuses_pair_values(self, phi_NRHW: Tensor, beta_NMHW: Tensor) -> bool:
-        """Whether the types and sizes suit `attend_pairs`, if `fuses_pairs`."""
-        last = self[-1]
-        if not isinstance(last, nn.Conv2d) or len(self) > 6 or not fuses("attend_pairs", beta_NMHW):
-            return False
-        if beta_NMHW.is_cuda:
-            return _fuses_values_on_gpu(last.out_channels, beta_NMHW)
-        return {phi_NRHW.dtype, beta_NMHW.dtype, last.weight.dtype} in ({torch.float32}, {torch.float64})
+        is_usual = layers == 6 and maps.products == 0 and x.dtype != torch.float64 and is_narrow
+        return not x.is_cuda or (is_usual and _fuses_values_on_gpu(last.out_channels, beta_NMHW))
 
     def fuses_patches(self, x_NRHW: Tensor) -> bool:
         """Whether `patch_weights` can replace the first norm, ReLU and Linear."""
@@ -115,17 +108,15 @@ class Gamma(nn.Sequential):
             return False
         return not (x_NRHW.is_cuda and x_NRHW.dtype == torch.float64)
 
-    def fuses_patch_values(self, around_NRHW: Tensor, beta_NMHW: Tensor, kernel_size: int) -> bool:
+    def fuses_patch_values(self, beta_NMHW: Tensor, kernel_size: int) -> bool:
         """Whether `attend_patches` can replace the last Linear layer and the aggregation."""
         last = self[-1]
         if not fuses("attend_patches", beta_NMHW) or not self._is_plain(len(self)) or not isinstance(last, nn.Conv2d):
             return False
         if len(self) == 3 or last.bias is None:  # the only layer is part of `patch_linear`
             return False
-        if beta_NMHW.is_cuda:
-            is_usual = last.weight.dtype == torch.float32 and last.in_channels <= 64
-            return is_usual and _fuses_values_on_gpu(last.out_channels // kernel_size**2, beta_NMHW)
-        return {around_NRHW.dtype, beta_NMHW.dtype, last.weight.dtype} in ({torch.float32}, {torch.float64})
+        is_usual = last.weight.dtype == torch.float32 and last.in_channels <= 64
+        return not beta_NMHW.is_cuda or (is_usual and _fuses_values_on_gpu(last.out_channels // kernel_size**2, beta_NMHW))
 
     def _is_plain(self, layers: int) -> bool:
         """Whether the first layers are those of `of` and need not be called."""
@@ -135,26 +126,21 @@ class Gamma(nn.Sequential):
         convolutions = [layer for layer in list(self)[:layers] if isinstance(layer, nn.Conv2d)]
         return is_plain(self, Gamma) and all(map(is_pointwise, convolutions))
 
-    def pair_weights(self, maps: PairMaps, kernel_size: int, dtype: torch.dtype) -> Tensor:
-        """softmax_j(gamma(delta_ij)), [N, G, K, P] of type `dtype`. Requires `fuses_pairs`; updates running statistics.
+    def attend_pairs(self, maps: PairMaps, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
+        """The weighted sum of beta with the softmax of gamma's weights, [N, M, H, W]. Requires `fuses_pairs`; updates running
+        statistics. On CPUs, half types are computed in float32.
 
         Raises:
             ValueError: a norm needs batch statistics, but there is only one value per channel.
         """
-        maps = maps.dense(maps.center.dtype)
-        # Half weights give half attention weights; everything else stays in float32 or float64.
-        to = dtype if dtype.itemsize == 2 else maps.center.dtype
-        norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, to)
-        return kernels.pair_weights(*maps[:2], norm, weight1, shift2, weight2, kernel_size, maps.products).to(dtype)
-
-    def attend_pairs(self, maps: PairMaps, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
-        """The weighted sum of beta with the weights of `pair_weights`, [N, M, H, W]. Requires `fuses_pair_values`."""
-        maps = maps.dense(beta_NMHW.dtype)
+        maps, dtype = maps.dense(beta_NMHW.dtype), beta_NMHW.dtype
         norm2 = self[3] if len(self) == 6 else None
         if isinstance(norm2, nn.BatchNorm2d) and uses_batch(norm2) and fuses("attend_pairs_of_batch", maps.center):
             return self._attend_pairs_of_batch(maps, norm2, beta_NMHW, kernel_size)
-        norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, beta_NMHW.dtype)
-        return kernels.attend_pairs(*maps[:2], norm, weight1, shift2, weight2, beta_NMHW, kernel_size, maps.products)
+        values = beta_NMHW if beta_NMHW.is_cuda else beta_NMHW.to(maps.center.dtype)
+        norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, values.dtype)
+        y_NMHW = kernels.attend_pairs(*maps[:2], norm, weight1, shift2, weight2, values, kernel_size, maps.products)
+        return y_NMHW.to(dtype)
 
     def _attend_pairs_of_batch(self, maps: PairMaps, norm2: nn.BatchNorm2d, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
         """The same on GPUs if the second norm uses the statistics of the batch."""
@@ -171,7 +157,7 @@ class Gamma(nn.Sequential):
         return y_NMHW
 
     def _pair_mapping(self, maps: PairMaps, kernel_size: int, to: torch.dtype) -> tuple[Tensor, ...]:
-        """norm, weight1, shift2 and weight2 of `pair_weights`."""
+        """norm, weight1, shift2 and weight2 of `attend_pairs`."""
 
         def mapping() -> tuple[Tensor, ...]:
             return self._new_pair_mapping(maps, kernel_size, to)
@@ -222,10 +208,14 @@ class Gamma(nn.Sequential):
         return u_NEHW.unflatten(1, (-1, K)).flatten(3)
 
     def attend_patches(self, center_NCHW: Tensor, around_NRHW: Tensor, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
-        """The weighted sum of beta with the weights of `patch_weights`, [N, M, H, W]. Requires `fuses_patch_values`."""
+        """The weighted sum of beta with the weights of `patch_weights`, [N, M, H, W]. Requires `fuses_patch_values`. On CPUs,
+        half types are computed in float32."""
         u_NEHW, last = self._patch_layers(center_NCHW, around_NRHW, kernel_size, len(self) - 1), self[-1]
         assert isinstance(last, nn.Conv2d) and last.bias is not None
-        return kernels.attend_patches(u_NEHW.to(last.weight.dtype), last.weight.flatten(1), last.bias, beta_NMHW, kernel_size)
+        wide = last.weight.dtype if beta_NMHW.is_cuda else torch.promote_types(beta_NMHW.dtype, torch.float32)
+        values = beta_NMHW if beta_NMHW.is_cuda else beta_NMHW.to(wide)
+        layer = last.weight.flatten(1).to(wide), last.bias.to(wide)
+        return kernels.attend_patches(u_NEHW.to(wide), *layer, values, kernel_size).to(beta_NMHW.dtype)
 
     def _patch_layers(self, center_NCHW: Tensor, around_NRHW: Tensor, kernel_size: int, layers: int) -> Tensor:
         """The result of the first layers for every pixel's patch, [N, E, H, W]."""

@@ -1,5 +1,5 @@
-"""Fused operators on all pairs (i, j) of a pixel and a pixel of its footprint, and on patches. They store no hidden layer;
-`pair_weights` stores the attention weights, those that attend do not.
+"""Fused operators on all pairs (i, j) of a pixel and a pixel of its footprint, and on patches. They store no hidden layer and
+no attention weights.
 
 Except for `attend_pairs_of_batch`, they contain no BatchNorm, but take its affine form, [3, channels] (`norm_affine`),
 computed with `pair_statistics`, `pair_covariance` and `patch_statistics`. Maps are [N, C, H, W] and best channels-last. Other
@@ -55,27 +55,6 @@ def pair_covariance(
     return mean, covariance
 
 
-def pair_weights(
-    center_NdHW: Tensor,
-    around_NdHW: Tensor,
-    norm_3d: Tensor,
-    weight1_Ed: Tensor,
-    shift2_E: Tensor,
-    weight2_GE: Tensor,
-    kernel_size: int,
-    products: int = 0,
-) -> Tensor:
-    """The softmax over the footprint of weight2 relu(weight1 a1 + shift2), [N, G, K, P], with a1 as in `pair_covariance`.
-
-    On CPUs only. Without a hidden layer, weight1 is empty, [0, 0], and weight2 [G, d] is applied to a1. Weights may be half
-    types; the result has the type of weight2.
-    """
-    maps = _maps(center_NdHW, around_NdHW, kernel_size)
-    mapping = norm_3d, weight1_Ed, shift2_E, weight2_GE
-    w_NGKP: Tensor = torch.ops.san.pair_weights(*maps, *mapping, kernel_size, products)
-    return w_NGKP
-
-
 def attend_pairs(
     center_NdHW: Tensor,
     around_NdHW: Tensor,
@@ -87,7 +66,11 @@ def attend_pairs(
     kernel_size: int,
     products: int = 0,
 ) -> Tensor:
-    """The weighted sum of beta over the footprint with the weights of `pair_weights`, which are never stored, [N, M, H, W]."""
+    """The weighted sum of beta over the footprint, [N, M, H, W], with weights that are never stored.
+
+    They are the softmax of weight2 relu(weight1 a1 + shift2), with a1 as in `pair_covariance`. Without a hidden layer, weight1
+    is empty, [0, 0], and weight2 [G, d] is applied to a1.
+    """
     maps = _maps(center_NdHW, around_NdHW, kernel_size)
     mapping = norm_3d, weight1_Ed, shift2_E, weight2_GE
     beta_NHWM = beta_NMHW.permute(0, 2, 3, 1)

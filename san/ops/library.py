@@ -145,12 +145,6 @@ def _aggregated_backward(grad: Tensor, beta: Tensor, weight: Tensor, kernel_size
     return _in_map_format(beta), torch.empty_like(weight) if weight.device.type == "cuda" else weight.new_empty(weight.shape)
 
 
-def _pair_weights(center: Tensor, around: Tensor, norm: Tensor, weight1: Tensor, *rest: Any) -> Tensor:
-    (N, H, W, _), weight2, kernel_size = center.shape, rest[1], rest[2]
-    check_footprint(kernel_size, H, W)
-    return weight2.new_empty(N, weight2.shape[0], kernel_size**2, H * W)
-
-
 def _patch_columns(center: Tensor, around: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
     check_footprint(kernel_size, *around.shape[1:3])
     columns = center.shape[3] + around.shape[3] * kernel_size**2
@@ -245,14 +239,14 @@ def _patch_linear_flops(center: Any, around: Any, norm: Any, weight: Any, *rest:
     return 2 * math.prod(around[:3]) * math.prod(weight)
 
 
-def _pair_weights_flops(center: Any, around: Any, norm: Any, weight1: Any, shift2: Any, weight2: Any, *rest: Any) -> int:
+def _pair_mapping_flops(center: Any, around: Any, norm: Any, weight1: Any, shift2: Any, weight2: Any, *rest: Any) -> int:
     (N, H, W, _), (E, d), (G, last), kernel_size = center, weight1, weight2, rest[0]
     return 2 * int(N * H * W * kernel_size**2) * (E * d + G * last)
 
 
 def _attend_pairs_flops(*arguments: Any) -> int:
     *mapping, beta, kernel_size = arguments[:8]
-    return _pair_weights_flops(*mapping, kernel_size) + _aggregation_flops(beta, None, kernel_size)
+    return _pair_mapping_flops(*mapping, kernel_size) + _aggregation_flops(beta, None, kernel_size)
 
 
 def _attend_pairs_of_batch_flops(*arguments: Any) -> int:
@@ -325,16 +319,6 @@ OPERATORS = (
         fake_backward=lambda grad_mean, grad_covariance, *inputs: _like(inputs[:3]),
         backward_arguments=lambda inputs, mean: (*inputs[:3], *mean, *inputs[3:]),
         saved_outputs=(0,),
-    ),
-    Operator(
-        name="pair_weights",
-        definition=fused_reference.pair_weights,
-        fake=_pair_weights,
-        fake_backward=lambda grad, w, *inputs: _like(inputs[:6]),
-        backward_arguments=lambda inputs, w: (*w, *inputs),
-        saved_outputs=(0,),
-        flops=_pair_weights_flops,
-        flops_backward=lambda grad, w, *inputs: 2 * _pair_weights_flops(*inputs),
     ),
     Operator(
         name="attend_pairs",

@@ -173,7 +173,7 @@ def test_gpus_fuse_at_most_72_channels_with_the_position(channels: int) -> None:
     with as_on_a_gpu():
         attention = san.PairwiseAttention(16 * channels, group_size=4)
         phi = torch.empty(1, channels, 8, 8)
-        assert attention.gamma.fuses_pairs("attend_pairs", PairMaps(phi, phi)) == (channels == 70)
+        assert attention.gamma.fuses_pairs(PairMaps(phi, phi), phi) == (channels == 70)
 
 
 @every_kind

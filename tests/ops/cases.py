@@ -13,7 +13,7 @@ from san.ops import fused_reference
 
 KINDS = ("pairwise", "patchwise")
 OPERATORS = ("pair_statistics", "attend_pairs", "patch_statistics", "patch_linear", "attend_patches", "attend_dot")
-ON_CPU = (*OPERATORS, "pair_covariance", "pair_weights")
+ON_CPU = (*OPERATORS, "pair_covariance")
 ON_GPU = (*OPERATORS, "attend_pairs_of_batch")
 ATTENDING = ("attend_pairs", "attend_pairs_of_batch", "attend_dot")
 STATISTICS = ("pair_statistics", "patch_statistics")
@@ -92,8 +92,6 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
         keys = s.weights * min(s.channels, 40)
         scores = random(s.batch, s.weights, 2 * s.footprint, s.height * s.width)
         return random(*image, keys) / s.channels**0.5, random(*image, keys), scores, random(*image, s.weights * s.shares)
-    if operator == "attend_pairs":
-        return *sample("pair_weights", sizes, dtype, seed), random(*image, s.weights * s.shares)
     if operator == "attend_pairs_of_batch":
         folded = sample("attend_pairs", sizes, dtype, seed)
         return *folded[:4], random(s.hidden), *folded[4:]
@@ -117,7 +115,8 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
         return *maps, norm
     depth = s.hidden or s.channels
     weight1, weight2 = random(s.hidden, s.channels if s.hidden else 0), random(s.weights, depth)
-    return *maps, norm, weight1 / s.channels**0.5, random(s.hidden), weight2 / depth**0.5
+    layers = weight1 / s.channels**0.5, random(s.hidden), weight2 / depth**0.5
+    return *maps, norm, *layers, random(*image, s.weights * s.shares)
 
 
 def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:
@@ -158,7 +157,7 @@ def backward_arguments(
     operator: str, tensors: Tensors, outputs: Tensors, grads: Tensors, sizes: Sizes, tf32: bool = False
 ) -> tuple[Any, ...]:
     """Returns the arguments of the backward operator: gradients, saved tensors, and the rest. `outputs` are all of them."""
-    own = {"pair_weights": (outputs[0], *tensors)} | dict.fromkeys(("attend_pairs", "attend_dot"), (*outputs, *tensors))
+    own = dict.fromkeys(("attend_pairs", "attend_dot"), (*outputs, *tensors))
     own["attend_pairs_of_batch"] = outputs[0], *outputs[3:], *tensors
     saved = own.get(operator) or (tensors if operator in ("patch_linear", "attend_patches") else (*tensors, outputs[0]))
     return *grads, *saved, *rest(operator, sizes, tf32)
@@ -177,7 +176,7 @@ def run_kernels(
 
 def with_half_weights(operator: str, exact: Tensors, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
     """Returns the tensors with weights and values of a half type, all others in float32, and the same numbers in float64."""
-    halves = {"pair_weights": {3, 5}, "attend_pairs": {3, 5, 6}, "attend_pairs_of_batch": {7}, "patch_linear": {3}}
+    halves = {"attend_pairs": {3, 5, 6}, "attend_pairs_of_batch": {7}, "patch_linear": {3}}
     weights = halves.get(operator, set())
     rounded = tuple(x.to(dtype).double() if i in weights else x for i, x in enumerate(exact))
     return tuple(x.to(dtype if i in weights else torch.float32) for i, x in enumerate(exact)), rounded

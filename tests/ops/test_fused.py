@@ -79,14 +79,12 @@ def test_noncontiguous_gradient(operator: str) -> None:
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("operator", ["pair_weights", "patch_linear"])
-def test_half_weights(operator: str) -> None:
-    """Maps and shifts stay in float32. The attention weights have the type of the weights."""
+def test_half_weights() -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        ours, rounded = with_half_weights(operator, sample(operator), dtype)
-        got, grads = differentiated(lambda t: computed(operator, t, Sizes()), ours)
-        want, want_grads = differentiated(lambda t: defined(operator, t, Sizes()), rounded)
-        assert got[0].dtype == (dtype if operator == "pair_weights" else torch.float32)
+        ours, rounded = with_half_weights("patch_linear", sample("patch_linear"), dtype)
+        got, grads = differentiated(lambda t: computed("patch_linear", t, Sizes()), ours)
+        want, want_grads = differentiated(lambda t: defined("patch_linear", t, Sizes()), rounded)
+        assert got[0].dtype == torch.float32
         assert [x.dtype for x in grads] == [x.dtype for x in ours]
         assert_near(got, want, torch.finfo(dtype).eps, dtype)
         assert_near(grads, want_grads, 10 * torch.finfo(dtype).eps, dtype)
@@ -129,20 +127,20 @@ def cropped(x: Tensor) -> Tensor:
     return x[1:] if x.dim() == 1 else x[:, 1:]
 
 
-COVARIANCE, WEIGHTS = ((name, sample(name)) for name in ("pair_covariance", "pair_weights"))
+COVARIANCE, ATTENTION = ((name, sample(name)) for name in ("pair_covariance", "attend_pairs"))
 HALF = "pair_statistics", sample("pair_statistics", dtype=torch.bfloat16)
 REFUSALS: dict[str, tuple[tuple[str, Tensors], dict[str, int], str]] = {
-    "even footprint": (WEIGHTS, {"footprint": 2}, "2x2 footprint does not fit a 6x5 map"),
+    "even footprint": (ATTENTION, {"footprint": 2}, "2x2 footprint does not fit a 6x5 map"),
     "large footprint": (COVARIANCE, {"footprint": 11}, "11x11 footprint does not fit a 6x5"),
-    "three dimensions": (changed("pair_weights", 0, lambda x: x[0]), {}, "center must have 4 dimensions"),
+    "three dimensions": (changed("attend_pairs", 0, lambda x: x[0]), {}, "center must have 4 dimensions"),
     "two sizes": (changed("pair_statistics", 1, cropped), {}, "center and around must have the same shape"),
-    "two types": (changed("pair_weights", 2, Tensor.float), {}, "norm and the maps must have the same dtype"),
+    "two types": (changed("attend_pairs", 2, Tensor.float), {}, "norm and the maps must have the same dtype"),
     "half maps": (HALF, {}, "center must be float32 or float64"),
     "norm of pairs": (changed("pair_covariance", 2, cropped), {}, r"norm must be \[3, 3\]"),
     "products": (COVARIANCE, {"products": 4}, "products must be between 0 and the 3 channels, not 4"),
-    "weight1": (changed("pair_weights", 3, cropped), {}, r"weight1 must be \[E, 3\]"),
-    "shift2": (changed("pair_weights", 4, cropped), {}, "shift2 must have 5 values"),
-    "weight2": (changed("pair_weights", 5, cropped), {}, r"weight2 must be \[G, 5\]"),
+    "weight1": (changed("attend_pairs", 3, cropped), {}, r"weight1 must be \[E, 3\]"),
+    "shift2": (changed("attend_pairs", 4, cropped), {}, "shift2 must have 5 values"),
+    "weight2": (changed("attend_pairs", 5, cropped), {}, r"weight2 must be \[G, 5\]"),
     "patches of two sizes": (changed("patch_linear", 0, cropped), {}, "must be maps of one size"),
     "norm of patches": (changed("patch_linear", 2, cropped), {}, r"norm must be \[3, 30\]"),
     "values": (changed("attend_pairs", 6, lambda x: x[..., 1:]), {}, "must be a positive multiple of the 2 weight channels"),
@@ -264,7 +262,7 @@ def test_covariance_of_large_values() -> None:
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("times", [1e3, 1e4, 1e20, 1e30], ids=str)
-@pytest.mark.parametrize(("operator", "factor"), [("pair_weights", -1), ("attend_dot", 0)])
+@pytest.mark.parametrize(("operator", "factor"), [("attend_pairs", 5), ("attend_dot", 0)])
 def test_extreme_logits_do_not_overflow(operator: str, factor: int, times: float) -> None:
     arguments = [*sample(operator, dtype=torch.float32)]
     arguments[factor] *= times

@@ -123,7 +123,7 @@ class Calls(TorchDispatchMode):
 def is_fused(module: nn.Module, x: Tensor) -> bool:
     with Calls() as calls:
         copy.deepcopy(module)(x)
-    return bool({*FUSED.values(), "san::pair_weights"} & calls.names)
+    return bool({*FUSED.values()} & calls.names)
 
 
 def results(module: nn.Module, x: Tensor, backend: ops.Backend = "auto") -> dict[str, Tensor]:

@@ -118,7 +118,7 @@ def test_fuses_again_after_a_transform() -> None:
     chosen: list[bool] = []
 
     def choose(x: Tensor) -> Tensor:
-        chosen.append(fuses("pair_weights", x))
+        chosen.append(fuses("attend_pairs", x))
         return x.sum()
 
     choose(x)

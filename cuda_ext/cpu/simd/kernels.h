@@ -60,12 +60,12 @@ struct PairKernels {
   // Adds the gradients that follow from matrix (a1 - mean) + vector, the gradient of a1.
   void (*moments_backward)(const Pairs<T>&, const PairMaps<T>&, const T* mean, const T* matrix, const T* vector, Rows,
                            T* scratch, const PairGradients<T>&);
-  // Writes w, the softmax of z over the footprint. `softmax` [2, G, P] is null or receives, for each pixel, the largest
-  // z and the reciprocal of the sum of exp(z - largest).
+  // Writes w, the softmax of z over the footprint, and in `softmax` [2, G, P] for each pixel the largest z and the
+  // reciprocal of the sum of exp(z - largest).
   void (*weights)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, BandWeights<T> w, T* softmax);
   // The same w from the values in `softmax`.
   void (*weights_again)(const Pairs<T>&, const PairMaps<T>&, Rows, T* scratch, BandWeights<T> w, const T* softmax);
-  // `dots` [G, w's pitch] is sum_j w grad_w for each pixel, or null.
+  // `dots` [G, w's pitch] is sum_j w grad_w for each pixel.
   void (*weights_backward)(const Pairs<T>&, const PairMaps<T>&, BandWeights<const T> w, BandWeights<const T> grad_w,
                            const T* dots, Rows, T* scratch, const PairGradients<T>&);
 };

@@ -12,10 +12,10 @@ namespace {
 template <class T>
 struct Tile {
   // Scratch memory for one pixel. Forward: center, a1 and a2 of one row of the footprint, and z of the whole footprint.
-  // Backward: center, a1, a2 and z of one row, the gradients of all of them, and sum_j w grad_w of each weight channel.
+  // Backward: center, a1, a2 and z of one row, and the gradients of all of them.
   static int64_t values_per_pixel(const Pairs<T>& p, bool backward) {
     const int64_t k = p.footprint.kernel_size, row = k * (p.channels + p.hidden) + p.channels;
-    return backward ? 2 * row + (k + 1) * p.weights : row + k * k * p.weights;
+    return backward ? 2 * row + k * p.weights : row + k * k * p.weights;
   }
   static constexpr int64_t kMostPixels = 128;
   static int64_t most_pixels(const Pairs<T>& p, bool backward) {
@@ -31,7 +31,7 @@ struct Tile {
   const Pairs<T> p;  // a copy, so the compiler knows that no store changes it
   const int64_t k, K, W, most;
   ShiftedPlanes<T> around, to_around;
-  T *center, *a1, *a2, *z, *dots, *to_center, *grad_a1, *grad_a2, *to_shift;
+  T *center, *a1, *a2, *z, *to_center, *grad_a1, *grad_a2, *to_shift;
   Pixels pixels{};
 
   __attribute__((always_inline)) inline Tile(const Pairs<T>& p, Rows rows, bool backward, T* scratch)
@@ -48,7 +48,6 @@ struct Tile {
     if (!backward) return;
     to_center = take(scratch, p.channels * most), to_shift = take(scratch, p.channels * kLanes<T>);
     grad_a1 = take(scratch, k * p.channels * most), grad_a2 = take(scratch, k * p.hidden * most);
-    dots = take(scratch, p.weights * most);
   }
 
   int64_t columns() const { return k * pixels.width; }  // pairs in one row of the footprint
@@ -193,7 +192,7 @@ void moments_backward(const Pairs<T>& p, const PairMaps<T>& maps, const T* mean,
 }
 
 // Computes w of one weight channel from z [K, width], and overwrites z. `top` and `scale` are the pixels' largest z and
-// the reciprocals of their sums: with `is_known` they are read, otherwise written unless they are null. Loops that
+// the reciprocals of their sums: with `is_known` they are read, otherwise written. Loops that
 // access w have positions as their outer loop: adjacent positions can be too far apart for the processor to prefetch
 // them on its own.
 template <bool is_known, class T, class Known>
@@ -213,7 +212,7 @@ SAN_INLINE void softmax(const Tile<T>& tile, T* z, T* w, int64_t pitch, Known* t
                  store(at + o * width, e);
                  return e;
                });
-      if (top != nullptr) store_some(top + t, largest, values), store_some(scale + t, factor, values);
+      store_some(top + t, largest, values), store_some(scale + t, factor, values);
     }
   });
   for (int64_t o = 0; o < tile.K; ++o, z += width, w += pitch)
@@ -236,12 +235,10 @@ SAN_INLINE void compute_weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows
       multiply<Start::zero>(p.weights, tile.columns(), tile.last_hidden(), p.weight2, tile.last_hidden(), 1, a2,
                             tile.columns(), p.shift2, tile.z + y * tile.columns(), K * width);
     }
-    Known* top = softmaxes == nullptr ? nullptr : softmaxes + rows.first * tile.W + tile.pixels.first;
-    for (int64_t g = 0; g < p.weights; ++g) {
-      Known* scale = top == nullptr ? nullptr : top + p.weights * P;
+    Known* top = softmaxes + rows.first * tile.W + tile.pixels.first;
+    for (int64_t g = 0; g < p.weights; ++g, top += P) {
       softmax<is_known>(tile, tile.z + g * K * width, w.data + g * K * w.pitch + tile.pixels.first, w.pitch, top,
-                        scale);
-      if (top != nullptr) top += P;
+                        top + p.weights * P);
     }
   });
 }
@@ -257,21 +254,7 @@ void weights_again(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scr
   compute_weights<true>(p, maps, rows, scratch, w, softmax);
 }
 
-// The gradient of z is w (grad_w - sum_j w grad_w). One function computes the sum, the other the gradient in one row of
-// the footprint. Both write zeros after the last pixel.
-template <class T>
-SAN_INLINE void softmax_backward_sum(const Tile<T>& tile, BandWeights<const T> w, BandWeights<const T> grad_w) {
-  const int64_t width = tile.pixels.width;
-  memset(tile.dots, 0, tile.p.weights * width * sizeof(T));
-  for (int64_t row = 0; row < tile.p.weights * tile.K; ++row) {
-    T* sum = tile.dots + row / tile.K * width;
-    const T *from = w.data + row * w.pitch + tile.pixels.first,
-            *grad = grad_w.data + row * grad_w.pitch + tile.pixels.first;
-    for_each_vector_of<T>(tile.pixels.count, [&](int64_t t, int64_t values) __attribute__((always_inline)) {
-      store(sum + t, load(sum + t) + load_some(from + t, values) * load_some(grad + t, values));
-    });
-  }
-}
+// Computes the gradient of z, w (grad_w - sum_j w grad_w), in one row of the footprint, and zeros after the last pixel.
 template <class T>
 SAN_INLINE void softmax_backward_row(const Tile<T>& tile, int64_t y, BandWeights<const T> w,
                                      BandWeights<const T> grad_w, BandWeights<const T> dots) {
@@ -297,11 +280,7 @@ void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, BandWeights<co
   tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
     const int64_t columns = tile.columns();
     memset(tile.to_center, 0, d * tile.pixels.width * sizeof(T));
-    BandWeights<const T> sums{dots + tile.pixels.first, w.pitch};
-    if (dots == nullptr) {
-      softmax_backward_sum(tile, w, grad_w);
-      sums = {tile.dots, tile.pixels.width};
-    }
+    const BandWeights<const T> sums{dots + tile.pixels.first, w.pitch};
     for (int64_t y = 0; y < tile.k; ++y) {
       softmax_backward_row(tile, y, w, grad_w, sums);
       tile.template relate<false>(y, nullptr);
