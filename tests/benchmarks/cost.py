@@ -119,7 +119,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         loops = {source: compiled(source, Path(folder)) for source in {source for source, _, _ in KERNELS.values()}}
     rows = []
-    sums = {kind: [0.0] * len(stages) for kind in (*KINDS, "scalar")}
+    sums = {kind: [0.0] * len(stages) for kind in KINDS}
     for label, (source, name, work) in KERNELS.items():
         cells = []
         for at, stage in enumerate(stages):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from san.nn import PairwiseAttention, PatchwiseAttention
+from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention
 
 # Channels, side of the map and footprint of SAN10's stages at 224x224.
 STAGES = {
@@ -16,9 +16,10 @@ STAGES = {
     "stage 4": (1024, 14, 7),
     "stage 5": (2048, 7, 7),
 }
-KINDS: dict[str, type[PairwiseAttention] | type[PatchwiseAttention]] = {
+KINDS: dict[str, type[PairwiseAttention] | type[PatchwiseAttention] | type[ScalarAttention]] = {
     "pairwise": PairwiseAttention,
     "patchwise": PatchwiseAttention,
+    "scalar": ScalarAttention,
 }
 
 
@@ -41,7 +42,9 @@ class Core:
             maps = [m.detach().contiguous(memory_format=torch.channels_last) for m in self.attention.transform(x)]
         self.phi, self.psi, self.beta = (m.requires_grad_() for m in maps)
         self.grad = torch.randn_like(self.beta)
-        self.wanted = [self.phi, self.psi, self.beta, *self.attention.gamma.parameters()]
+        outside = ("phi", "psi", "beta")
+        own = (x for name, x in self.attention.named_parameters() if not name.startswith(outside))
+        self.wanted = [self.phi, self.psi, self.beta, *own]
 
     def train(self) -> None:
         """Runs forward and backward in training."""
@@ -55,11 +58,13 @@ class Core:
             self.attention.attend(self.phi, self.psi, self.beta)
 
     def flops(self, training: bool) -> int:
-        """Returns the FLOPs of gamma and the aggregation, two per multiply-accumulate, without recomputation.
+        """Returns the FLOPs of gamma or the dot products, and of the aggregation, without recomputation.
 
-        Each product counts once in forward and twice in backward.
+        There are two per multiply-accumulate. Each product counts once in forward and twice in backward.
         """
         pixels, K = self.batch * self.side**2, self.footprint**2
+        if isinstance(self.attention, ScalarAttention):
+            return pixels * K * 2 * (self.attention.relation_channels + self.attention.value_channels) * (3 if training else 1)
         d_to_E, E_to_G = (2 * self.attention.gamma.get_parameter(f"{i}.weight").numel() for i in (2, 5))
         M = 2 * self.attention.value_channels
         pairwise = isinstance(self.attention, PairwiseAttention)
@@ -71,9 +76,13 @@ class Core:
 
         A warp computes 16 pairs of pixels at a time, with products of tensor cores in steps of 16 x 8 x 16. For 16 pairs and 8
         channels, it subtracts or scales 4 times, converts twice and loads once. A logit takes 3 instructions; a weighted value
-        takes one and a quarter of a load, which serves two positions.
+        takes one and a quarter of a load, which serves two positions. In scalar attention, each lane computes a head of a
+        pixel, with a product and a quarter of a load for each channel of a key or a value.
         """
         pixels, K = self.batch * self.side**2, self.footprint**2
+        if isinstance(self.attention, ScalarAttention):
+            channels, heads = self.attention.relation_channels + self.attention.value_channels, self.attention.weight_channels
+            return pixels * K * (channels * 5 // 4 + 8 * heads) // 32 * (3 if training else 1)
         first = self.attention.gamma.get_parameter("2.weight")
         d, E, G = (-(-width // 8) for width in (first.shape[1], len(first), self.attention.weight_channels))
         values = self.attention.value_channels // 2 * 5 // 4

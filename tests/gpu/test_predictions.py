@@ -62,6 +62,7 @@ def test_instructions_of_attention() -> None:
     for kind, once in (
         ("pairwise", 3 * 7 + 2 * (2 + 2) + (1 + 12) + 40),
         ("patchwise", 2 * (7 + 1) + 1 + 40),  # 16 channels of psi are 2 tiles
+        ("scalar", (128 * 5 // 4 + 8 * 8) // 2),  # of 32 lanes, 16 pixels take half the instructions of a pixel's heads
     ):
         core = Core(kind, "stage 2", 1)
         assert core.instructions(training=False) == groups * once
