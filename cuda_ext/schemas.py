@@ -100,7 +100,7 @@ attend_patches_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor bias, 
     (Tensor, Tensor, Tensor, Tensor)
 
 # Dot products and aggregation in one, without storing the weights: phi, psi [N, H, W, R], beta [N, H, W, M]. The weights are
-# the softmax over the footprint of dot and, at row y and column x of the footprint, scores_y + scores_{k + x}: scores
+# the softmax over the footprint of dot and, at row a and column b of the footprint, scores_a + scores_{k + b}: scores
 # [N, G, 2 * kernel_size, P]. All have one type, on GPUs float32; there, at most 64 channels share a weight channel
 # -> y [N, H, W, M]; as in attend_pairs, softmax [N, 2, G, P]
 attend_dot(Tensor phi, Tensor psi, Tensor scores, Tensor beta, int kernel_size) -> (Tensor, Tensor softmax)

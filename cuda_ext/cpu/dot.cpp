@@ -38,7 +38,7 @@ struct Gradients {
         to_psi(psi.template mutable_data_ptr<T>()) {
     torch::stable::zero_(psi);
   }
-  // `end` is where the memory of grad_z ends.
+  // `end` is where the band's last values of grad_z end.
   void add(const Band& band, BandWeights<const T> grad_z, const T* end, T* scratch) const {
     const int64_t map = band.image * problem.map_size;
     problem.kernels.dot_backward(problem.p, {problem.others(band), grad_z, end}, problem.own(band), band.rows, scratch,
@@ -131,7 +131,7 @@ AttendGradients attend_backward(const Attention<T>& a, const Tensor& grad, const
       [&](int64_t, const Band& band, T* scratch, BandWeights<T> w, BandWeights<T> to_w, const T* dots) {
         a.kernels.softmax_backward(a.p, {w.data, w.pitch}, dots, band.rows, scratch, to_w,
                                    out + band.image * a.scores_size);
-        to.add(band, {to_w.data, to_w.pitch}, dots, scratch);
+        to.add(band, {to_w.data, to_w.pitch}, a.x.maps(band, to_w).w_end, scratch);
       });
   return {to.phi, to.psi, to_scores, to_beta};
 }

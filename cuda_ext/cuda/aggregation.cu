@@ -76,7 +76,8 @@ __device__ __forceinline__ void store_sums(const T (&sums)[kWidth], scalar_t* to
 //
 // Predicted for SAN10's stage 2 at batch 32 (64 channels, 8 weight channels, 56x56, k = 7, float32) on an H100: reads
 // 26 MB of the map and 157 MB of weights, writes 26 MB; 315 M products; no shared memory; 0.07 ms, of memory bandwidth.
-// With two groups of channels for a thread, it took 0.15 ms on an H200, and 0.24 ms with kGather.
+// A version with two groups of channels for a thread took 0.15 ms on an H200, and 0.24 ms with kGather; this one is
+// not measured.
 template <bool kGather, int kWidth, class scalar_t>
 __global__ void __launch_bounds__(kThreads, kResident)
     weighted_sum_kernel(const scalar_t* map, Strides in, const scalar_t* weight, Strides at, Sizes sizes,
@@ -103,8 +104,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
 // out[g, o, i] = sum over the channels c of group g of center[c, i] * around[c, i + o].
 //
 // Predicted for SAN10's stage 2 as above: reads 26 MB of center and of around, writes 157 MB of weights; 315 M
-// products; no shared memory; 0.07 ms, of memory bandwidth. With eight channels of center in registers, it took 0.19 ms
-// on an H200.
+// products; no shared memory; 0.07 ms, of memory bandwidth. A version with eight channels of center in registers took
+// 0.19 ms on an H200; this one is not measured.
 template <int kWidth, class scalar_t>
 __global__ void __launch_bounds__(kThreads)
     correlate_kernel(const scalar_t* center, Strides from, const scalar_t* around, Strides in, Sizes sizes,

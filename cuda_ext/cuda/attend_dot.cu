@@ -5,6 +5,9 @@
 // lane loads its channels at once, borders are reflected, and logits are to base 2. Backward computes the weights
 // again: from the side of pixels, for the gradients of phi and the scores, and from the side of their partners, for
 // those of psi and beta. There are no atomics.
+//
+// Predicted for the copies in SAN10's stage 2 at batch 32 on an H100: forward moves 260 MB, 0.09 ms; backward, with the
+// sums over borders, 430 MB, 0.15 ms.
 #include <tuple>
 
 #include "maps.cuh"
@@ -21,7 +24,7 @@ struct Dots : Grid {
   int G, shares, value_shares;
   const float *phi, *psi, *beta, *grad;
   float* scores;  // [pixels, G, pitch()]: those of rows, those of columns, the logarithm of the softmax's sum, and
-                  // sum_j w grad_w, which attend_dot_center_kernel adds
+                  // sum_j w grad_w, which attend_dot_center_kernel stores
 
   SAN_HOST_DEVICE int pitch() const { return 2 * kernel_size + 2; }
   SAN_HOST_DEVICE int keys() const { return G * shares; }
@@ -32,7 +35,7 @@ struct Dots : Grid {
     const int image = pixel / size();
     return (int64_t(image) * G + g) * 2 * kernel_size * size() + pixel - image * size();
   }
-  // The place of a pixel's logit in [images, 2, G, size()]. That of the reciprocal is G size() further.
+  // The place of the number near a pixel's largest logit in [images, 2, G, size()]. That of the reciprocal is G size() further.
   SAN_HOST_DEVICE int64_t softmax(int pixel, int g) const {
     const int image = pixel / size();
     return (int64_t(image) * 2 * G + g) * size() + pixel - image * size();
@@ -282,7 +285,7 @@ class DotWork : public Workspace {
     STD_TORCH_CHECK(most <= kMostOwn * kMostLanes, "on GPUs, at most ", kMostOwn * kMostLanes,
                     " channels may share a weight channel, not ", most);
     with_shares(most, [&](auto own, auto lanes) { channels_ = own() * lanes(), lanes_ = lanes(); });
-    grid_for(p.padded_pixels() * p.G * kMostLanes);  // all indices fit into 31 bits
+    grid_for(p.padded_pixels() * p.G * lanes_);  // all indices fit into 31 bits
     const Footprint none{1, f.height, f.width};
     phi = map(phi_map, none, kLog2E), psi = map(psi_map, f), beta = map(beta_map, f);
     p.phi = phi.to, p.psi = psi.to, p.beta = beta.to;

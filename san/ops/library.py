@@ -180,6 +180,12 @@ def _attend_dot(phi: Tensor, psi: Tensor, scores: Tensor, beta: Tensor, kernel_s
     return _attended(beta, kernel_size), scores.new_empty(N, 2, G, P)
 
 
+def _y_or(beta: Tensor, saved: Arguments) -> Tensor:
+    """y, if it was saved with the softmax, otherwise beta, which CPUs accept in its place."""
+    y: Tensor = saved[0] if len(saved) == 2 else beta
+    return y
+
+
 def _like_hidden(hidden: Tensor) -> Tensor:
     """An empty map [N, H, W, E], which CPU kernels store as [N, E, H, W]."""
     N, H, W, E = hidden.shape
@@ -325,7 +331,7 @@ OPERATORS = (
         definition=fused_reference.attend_pairs,
         fake=_attend_pairs,
         fake_backward=lambda grad, y, softmax, *inputs: _like(inputs[:7]),
-        backward_arguments=lambda inputs, outputs: (*(inputs[6], *outputs)[-2:], *inputs),  # on CPUs beta in the place of y
+        backward_arguments=lambda inputs, outputs: (_y_or(inputs[6], outputs), outputs[-1], *inputs),
         saved_outputs=(0, 1),
         saved_on_cpu=(1,),
         differentiable_outputs=1,
@@ -374,7 +380,7 @@ OPERATORS = (
         definition=fused_reference.attend_dot,
         fake=_attend_dot,
         fake_backward=lambda grad, y, softmax, *inputs: _like(inputs[:4]),
-        backward_arguments=lambda inputs, outputs: (*(inputs[3], *outputs)[-2:], *inputs),  # on CPUs beta in the place of y
+        backward_arguments=lambda inputs, outputs: (_y_or(inputs[3], outputs), outputs[-1], *inputs),
         saved_outputs=(0, 1),
         saved_on_cpu=(1,),
         differentiable_outputs=1,
@@ -456,6 +462,8 @@ def _saved(operator: Operator, output: Tensor) -> tuple[int, ...]:
 def _differentiate(operator: Operator, ctx: Any, *grads: Tensor, added: Tensor | None = None) -> Arguments:
     """The gradients of an operator's inputs. `added`, which only `norm_relu` takes, is added to the first of them."""
     grads = grads[: operator.differentiable_outputs]
+    if all(grad is None for grad in grads):
+        return (None,) * len(ctx.inputs)
     saved = ctx.saved_tensors  # activation checkpointing allows one read
     count = len(saved) - sum(x is Tensor for x in ctx.inputs)
     outputs, tensors = saved[:count], iter(saved[count:])

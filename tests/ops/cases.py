@@ -89,7 +89,7 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
 
     s, image = sizes, (sizes.batch, sizes.height, sizes.width)
     if operator == "attend_dot":
-        keys = s.weights * min(s.channels, 40)
+        keys = s.weights * min(s.channels, 64)
         scores = random(s.batch, s.weights, 2 * s.footprint, s.height * s.width)
         return random(*image, keys) / s.channels**0.5, random(*image, keys), scores, random(*image, s.weights * s.shares)
     if operator == "attend_pairs_of_batch":

@@ -28,6 +28,9 @@ INSTRUCTIONS = {
         "attend_dot_kernel<8, 1>": 50,
         "attend_dot_center_kernel<8, 1>": 58,
         "attend_dot_around_kernel<8, 1>": 87,
+        "attend_dot_kernel<16, 4>": 82,
+        "attend_dot_center_kernel<16, 4>": 98,
+        "attend_dot_around_kernel<16, 4>": 133,
     },
     "attend_patches.cu": {
         "attend_kernel<Operand<false>, 1>": 54,

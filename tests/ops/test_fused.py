@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,26 @@ def test_half_weights() -> None:
         assert [x.dtype for x in grads] == [x.dtype for x in ours]
         assert_near(got, want, torch.finfo(dtype).eps, dtype)
         assert_near(grads, want_grads, 10 * torch.finfo(dtype).eps, dtype)
+
+
+class Undefined(torch.autograd.Function):
+    """Has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@every_operator
+def test_undefined_gradient(operator: str) -> None:
+    leaves = tuple(x.requires_grad_() for x in sample(operator))
+    total = torch.stack([Undefined.apply(x).sum() for x in (*computed(operator, leaves, Sizes()), *leaves)]).sum()
+    (total + leaves[0].sum()).backward()
+    assert leaves[0].grad is not None and (leaves[0].grad == 1).all()
 
 
 @every_operator
@@ -198,6 +219,19 @@ def test_nonfinite_inputs_give_nonfinite_results(operator: str) -> None:
         for got, want in zip(computed(operator, tensors, Sizes()), defined(operator, tensors, Sizes()), strict=True):
             lost = got.isfinite() & ~want.isfinite()
             assert not lost.any(), f"{value} in argument {at}: {int(lost.sum())} results are finite"
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("operator", ["attend_dot", "attend_patches"])
+def test_nan_reaches_only_gradients_that_depend_on_it(operator: str) -> None:
+    """The last vector of a row extends into the next row."""
+    for sizes, at in itertools.product((Sizes(1, 33, 9, 3, 2, 2, 2, shares=3), Sizes(1, 9, 14, 5, 8, 1, 3)), range(4)):
+        tensors = sample(operator, sizes, torch.float32)
+        tensors[at].view(-1)[tensors[at].numel() // 2] = math.nan
+        _, grads = differentiated(lambda t: computed(operator, t, sizes), tensors)  # noqa: B023
+        _, want = differentiated(lambda t: defined(operator, t, sizes), tensors)  # noqa: B023
+        for found, wanted in zip(grads, want, strict=True):
+            assert torch.equal(found.isnan(), wanted.isnan()), (sizes, at)
 
 
 @pytest.mark.every_isa

@@ -98,6 +98,11 @@ struct Line {
       for (int64_t y = 0; y < k; ++y) visit(y * k + x, y, x);
   }
 
+  // The lanes from t on that are pixels of the row. Those behind it have weights of the next row, which may be NaN.
+  __attribute__((always_inline)) inline Vector<T> inside(int64_t t) const {
+    return first_lanes<T>(broadcast(T(1)), W - t);
+  }
+
   // The weights of adjacent positions can be too far apart for the processor to prefetch them on its own.
   template <bool is_near_end>
   __attribute__((always_inline)) inline Vector<T> weight_at(const T* w, const T* end) const {
@@ -137,6 +142,7 @@ struct Line {
                                                        const PaddedRows<T>& to_beta) const {
     for (int64_t t = 0; t < width; t += kLanes<T>) {
       const int64_t values = is_near_end ? room - t : kLanes<T>;
+      const Vector<T> is_inside = inside(t);
       Vector<T> grad[shares], dot{};
 #pragma GCC unroll 8
       for (int s = 0; s < shares; ++s) grad[s] = load(own + (c + s * p.weights) * width + t);
@@ -145,7 +151,8 @@ struct Line {
         T* out = grad_w.data + o * grad_w.pitch + t;
         __builtin_prefetch(out + W, 1);
         Vector<T> factor{};
-        if constexpr (is_backward) factor = weight_at<is_near_end>(w.data + o * w.pitch + t, end);
+        if constexpr (is_backward)
+          factor = where_positive(is_inside, weight_at<is_near_end>(w.data + o * w.pitch + t, end));
         Vector<T> sum = is_first ? Vector<T>{} : load_some(out, values);
 #pragma GCC unroll 8
         for (int s = 0; s < shares; ++s) {
@@ -164,11 +171,13 @@ struct Line {
   __attribute__((always_inline)) inline void distribute(int64_t row, int64_t c, BandWeights<const T> grad_z,
                                                         const T* end, T* to_own, const PaddedRows<T>& to_psi) const {
     for (int64_t t = 0; t < width; t += kLanes<T>) {
+      const Vector<T> is_inside = inside(t);
       Vector<T> phi[shares], sum[shares]{};
 #pragma GCC unroll 8
       for (int s = 0; s < shares; ++s) phi[s] = load(own + (c + s * p.weights) * width + t);
       for_each_position_by_column(k, [&](int64_t o, int64_t y, int64_t x) __attribute__((always_inline)) {
-        const Vector<T> factor = weight_at<is_near_end>(grad_z.data + o * grad_z.pitch + t, end);
+        const Vector<T> factor =
+            where_positive(is_inside, weight_at<is_near_end>(grad_z.data + o * grad_z.pitch + t, end));
 #pragma GCC unroll 8
         for (int s = 0; s < shares; ++s) {
           const int64_t at = beta.at(row + y, c + s * p.weights) - beta.data + x + t;
