@@ -35,7 +35,8 @@ struct Dots : Grid {
     const int image = pixel / size();
     return (int64_t(image) * G + g) * 2 * kernel_size * size() + pixel - image * size();
   }
-  // The place of the number near a pixel's largest logit in [images, 2, G, size()]. That of the reciprocal is G size() further.
+  // The place of the number near a pixel's largest logit in [images, 2, G, size()]. That of the reciprocal is G size()
+  // further.
   SAN_HOST_DEVICE int64_t softmax(int pixel, int g) const {
     const int image = pixel / size();
     return (int64_t(image) * 2 * G + g) * size() + pixel - image * size();
