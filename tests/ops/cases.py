@@ -88,10 +88,12 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     s, image = sizes, (sizes.batch, sizes.height, sizes.width)
+    beta = random(*image, s.weights * s.shares)
+    generator.manual_seed(seed)  # so that the other tensors do not depend on `shares`
     if operator == "attend_dot":
         keys = s.weights * min(s.channels, 64)
         scores = random(s.batch, s.weights, 2 * s.footprint, s.height * s.width)
-        return random(*image, keys) / s.channels**0.5, random(*image, keys), scores, random(*image, s.weights * s.shares)
+        return random(*image, keys) / s.channels**0.5, random(*image, keys), scores, beta
     if operator == "attend_pairs_of_batch":
         folded = sample("attend_pairs", sizes, dtype, seed)
         return *folded[:4], random(s.hidden), *folded[4:]
@@ -116,7 +118,7 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
     depth = s.hidden or s.channels
     weight1, weight2 = random(s.hidden, s.channels if s.hidden else 0), random(s.weights, depth)
     layers = weight1 / s.channels**0.5, random(s.hidden), weight2 / depth**0.5
-    return *maps, norm, *layers, random(*image, s.weights * s.shares)
+    return *maps, norm, *layers, beta
 
 
 def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:
