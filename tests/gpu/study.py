@@ -1,0 +1,233 @@
+"""Trains missing trials on one GPU, several at once, on a machine that lacks DALI, Ray and MLflow.
+
+    python -m tests.gpu.study OUT --budget 600 --profile cifar10 --grid position --grid relation data.root=CIFAR10
+    python -m tests.gpu.study OUT --budget 600 --profile cifar10-full --grid pretrained --checkpoints
+
+Model, recipe and engine are those of `san run`, and so is a trial's key; CUDA graphs are on. Only the loader differs: the
+images stay in the memory of the GPU, torch enlarges them, and torch's random numbers choose crops and order.
+
+Trials of the rows with the fewest finished seeds come first; those in `--known` or OUT/trials.csv are finished. Each trial is
+appended to OUT/trials.csv when it ends, with the columns of the study's trials.csv, the hardware, the loader and the revision.
+A trial starts only if one like the longest so far would end before the budget does. With `--checkpoints`, OUT/TRIAL.pt is a
+checkpoint that `san evaluate` reads, and in the trial's folder of checkpoints, `make weights`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate, pad
+
+from experiments.config.expand import expand, grid_path, profile_path
+from experiments.config.grid import GridRequest, Trial
+from experiments.paper.tables import table_names
+from experiments.runs.provenance import git_commit
+from experiments.runs.summary import Epoch
+from experiments.tracking.results_file import CSV_COLUMNS, read_results
+from experiments.training.augment import Augmentation
+from experiments.training.checkpoint import Checkpoint, Origin
+from experiments.training.engine import Engine, join_process_group, numerics
+from experiments.training.images import data_digest, open_data, transform
+from experiments.training.metrics import Accuracy, RunningEpoch, Scores
+from pipelines import Dataset, Transform
+
+COLUMNS = (*CSV_COLUMNS, "hardware", "loader", "revision")
+Part = tuple[Tensor, Tensor]
+"""All images of a split, uint8 [N, 3, H, W], and their labels [N]."""
+
+
+def load(dataset: Dataset, size: int, padding: int, device: torch.device) -> Part:
+    """Reads all images, enlarged to `size` pixels and padded with black."""
+    with ThreadPoolExecutor() as pool:
+        pixels = list(pool.map(lambda path: np.asarray(Image.open(dataset.root / path).convert("RGB")), dataset.paths))
+    images_NCHW = torch.from_numpy(np.stack(pixels)).to(device).permute(0, 3, 1, 2)
+    enlarged = [interpolate(part.float(), size=(size, size), mode="bilinear") for part in images_NCHW.split(1000)]
+    padded = [pad(part.round().to(torch.uint8), [padding] * 4) for part in enlarged]
+    return torch.cat(padded), torch.from_numpy(np.asarray(dataset.labels)).to(device)
+
+
+def normalized(images_NCHW: Tensor, settings: Transform) -> Tensor:
+    mean, std = (torch.tensor(x, device=images_NCHW.device).view(3, 1, 1) for x in (settings.mean, settings.std))
+    return ((images_NCHW / 255 - mean) / std).contiguous(memory_format=torch.channels_last)
+
+
+def training_batches(part: Part, settings: Transform, batch: int) -> Iterator[Part]:
+    """An epoch in random order: random squares of the padded images, half of them mirrored."""
+    images_NCHW, labels_N = part
+    device, padding = labels_N.device, images_NCHW.shape[2] - settings.size
+    channel_C11, along = torch.arange(3, device=device).view(3, 1, 1), torch.arange(settings.size, device=device)
+    for chosen_B in torch.randperm(len(labels_N), device=device).split(batch):
+        top_B1, left_B1 = torch.randint(padding + 1, (2, len(chosen_B), 1), device=device)
+        row_BH, column_BW = top_B1 + along, left_B1 + along
+        column_BW = torch.where(torch.rand(top_B1.shape, device=device) < 0.5, column_BW.flip(1), column_BW)
+        cut = images_NCHW[chosen_B[:, None, None, None], channel_C11, row_BH[:, None, :, None], column_BW[:, None, None, :]]
+        yield normalized(cut, settings), labels_N[chosen_B]
+
+
+@torch.no_grad()
+def validate(engine: Engine, part: Part, settings: Transform, batch: int) -> Scores:
+    engine.model.eval()
+    accuracy = Accuracy(part[1].device)
+    for images_NCHW, labels_N in zip(*(x.split(batch) for x in part), strict=True):
+        accuracy.add(engine.model(normalized(images_NCHW, settings)), labels_N)
+    return accuracy.over_workers()
+
+
+class Trainer:
+    """Trains with images in the GPU's memory, which stay there for the next trial with the same ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._parts: tuple[object, Part, Part] | None = None
+
+    def train(self, trial: Trial) -> Checkpoint:
+        """Prints a line after each epoch."""
+        config, recipe, settings, device = trial.config, trial.config.recipe, transform(trial.config.data), self.device
+        training, validation = open_data(config.data)
+        if self._parts is None or self._parts[0] != config.data:
+            images = load(training, settings.size, config.data.crop_padding or 0, device)
+            self._parts = config.data, images, load(validation, settings.size, 0, device)
+        _, images, held_out = self._parts
+        torch.manual_seed(trial.seed)
+        model = config.model.spec().build(len(training.classes)).to(device)
+        steps = -(-len(training) // recipe.batch_size)
+        augment = None if recipe.augment == "none" else Augmentation(recipe.augment, settings, device)
+        engine = Engine(model, recipe, steps, recipe.batch_size, config.engine, augment)
+        history: list[Epoch] = []
+        for number in range(recipe.epochs):
+            running, began, sums_2 = RunningEpoch(number, engine.lr), time.perf_counter(), torch.zeros(2, device=device)
+            engine.train()
+            for images_NCHW, labels_N in training_batches(images, settings, recipe.batch_size):
+                sums_2 += len(labels_N) * engine.train_step(images_NCHW, labels_N)
+            running.loss, running.hits = sums_2.tolist()
+            running.seconds = time.perf_counter() - began
+            is_due = (number + 1) % recipe.validate_every_n_epochs == 0 or number + 1 == recipe.epochs
+            scores = validate(engine, held_out, settings, 500) if is_due else None
+            history.append(running.finished(len(training), scores))
+            print(trial.name, history[-1], flush=True)
+        origin = Origin(
+            trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, tuple(training.classes)
+        )
+        return Checkpoint(trial.key, origin, tuple(history), RunningEpoch(recipe.epochs, engine.lr), engine.state_dict())
+
+
+def work(trials: Connection, folder: Path | None) -> None:
+    """A process: trains what it receives, and sends back the line for the file."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    trainer = Trainer(device)
+    join_process_group(device)
+    trials.send(None)
+    while True:
+        trial: Trial = trials.recv()
+        began = time.perf_counter()
+        with numerics(trial.config.engine, device):
+            checkpoint = trainer.train(trial)
+        seconds, last = time.perf_counter() - began, checkpoint.history[-1]
+        if folder is not None:
+            (folder / f"{trial.name}.pt").write_bytes(checkpoint.as_bytes())
+        ended = datetime.now(UTC).isoformat(timespec="seconds")
+        metrics = last.top1, last.top5, last.val_loss, last.train_loss, last.images_per_second
+        numbers = (f"{value:.6g}" for value in metrics if value is not None)
+        line = [trial.key, f"{trial.grid}/{trial.name}", len(checkpoint.history), f"{seconds:.0f}", ended, *numbers]
+        trials.send([*line, hardware, "GPU memory" if device.type == "cuda" else "memory", git_commit()])
+
+
+def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
+    """The trials that are not finished, those of rows with the fewest finished seeds first; one for each key."""
+    finished = {key for file in options.known for key in read_results(file)}
+    found: dict[str, Trial] = {}
+    seeds: Counter[tuple[str, str]] = Counter()
+    for name in grids:
+        path = grid_path(name)
+        graphs = (f"engine.cuda_graphs={str(torch.cuda.is_available()).lower()}",)
+        request = GridRequest(path, options.profile, overrides=(*graphs, *options.overrides))
+        expanded = expand(request, table_names())
+        digests: dict[object, str] = {}
+        for row in expanded.grid.rows:
+            config = expanded.configs[row.id]
+            if config.data not in digests:
+                digests[config.data] = data_digest(config.data)
+            of_row = range(options.seeds) if options.seeds else row.seeds or expanded.grid.seeds
+            for seed in of_row:
+                profile = profile_path(options.profile).stem
+                trial = Trial(path.stem, profile, row.id, seed, config, digests[config.data], imports=expanded.imports)
+                seeds[path.stem, row.id] += trial.key in finished
+                found.setdefault(trial.key, trial)
+    rest = [trial for key, trial in found.items() if key not in finished]
+    return sorted(rest, key=lambda trial: (seeds[trial.grid, trial.row], trial.seed))
+
+
+def run(trials: list[Trial], options: argparse.Namespace) -> None:
+    """Trains until all trials are finished or the budget is used, and appends each one to the file when it ends."""
+    end, context = time.monotonic() + options.budget, get_context("spawn")
+    longest = 0.0
+    began: dict[Connection, float] = {}
+    file = options.out / "trials.csv"
+    is_new, waiting = not file.exists(), list(trials)
+    with open(file, "a", encoding="utf-8", newline="") as output:
+        writer = csv.writer(output, lineterminator="\n")
+        if is_new:
+            writer.writerow(COLUMNS)
+        folder = options.out if options.checkpoints else None
+        ours: dict[Connection, object] = {}
+        for _ in range(min(options.processes, len(trials))):
+            here, there = context.Pipe()
+            process = context.Process(target=work, args=(there, folder), daemon=True)
+            process.start()
+            there.close()
+            ours[here] = process
+        while ours and time.monotonic() < end:
+            for connection in wait(list(ours), timeout=max(0.0, end - time.monotonic())):
+                assert isinstance(connection, Connection)
+                try:
+                    line = connection.recv()
+                except EOFError:  # the process died and has printed why
+                    del ours[connection]
+                    continue
+                if line is not None:
+                    longest = max(longest, time.monotonic() - began[connection])
+                    writer.writerow(line)
+                    output.flush()
+                    print(f"{len(waiting)} waiting, {end - time.monotonic():.0f} s left:", *line, flush=True)
+                if waiting and time.monotonic() + longest < end:
+                    began[connection] = time.monotonic()
+                    connection.send(waiting.pop(0))
+                else:
+                    del ours[connection]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--budget", type=float, required=True, help="seconds")
+    parser.add_argument("--profile", default="cifar10")
+    parser.add_argument("--grid", action="append", required=True, help="name or file, several times")
+    parser.add_argument("--seeds", type=int, help="by default those of the grid")
+    parser.add_argument("--known", type=Path, action="append", default=[], help="CSV file of finished trials")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--checkpoints", action="store_true")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    options = parser.parse_intermixed_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.known.append(options.out / "trials.csv")
+    trials = missing(options.grid, options)
+    print(f"{len(trials)} trials are missing", flush=True)
+    run(trials, options)
+
+
+if __name__ == "__main__":
+    main()

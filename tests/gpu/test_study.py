@@ -1,0 +1,67 @@
+"""Trials of the study on one device, without DALI, Ray and MLflow."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from experiments.config.config import PROJECT_DIR
+from experiments.tracking.results_file import read_results
+from experiments.training.checkpoint import Checkpoint
+
+GRID = """
+question: Does it train?
+seeds: [0, 1]
+rows:
+  - {id: resnet26, model: {name: resnet26}}
+  - {id: pairwise, model: {name: san10_pairwise, footprint: 3}}
+"""
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for split, name, number in itertools.product(("train", "val"), "abcdef", range(2)):
+        file = tmp_path / "images" / split / name / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(256, size=(32, 32, 3), dtype=np.uint8)).save(file)
+    return tmp_path / "images"
+
+
+@pytest.mark.slow
+def test_missing_trials_are_appended_and_continue(tmp_path: Path, images: Path) -> None:
+    """On a CPU, with few images in few steps."""
+    grid, out = tmp_path / "small.yaml", tmp_path / "out"
+    grid.write_text(GRID)
+    keys = [
+        f"data.root={images}",
+        "data.train_per_class=null",
+        "recipe.epochs=1",
+        "recipe.warmup_epochs=0",
+        "recipe.batch_size=6",
+    ]
+
+    def study(*options: str) -> str:
+        command = [sys.executable, "-m", "tests.gpu.study", str(out), "--grid", str(grid), "--processes", "2", *options, *keys]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=PROJECT_DIR, env=environment, check=True, capture_output=True, text=True)
+        return done.stdout
+
+    assert "2 trials are missing" in study("--budget", "600", "--seeds", "1", "--checkpoints")
+    first = read_results(out / "trials.csv")
+    assert len(first) == 2 and all(result.metrics["val/loss"] > 0 for result in first.values())
+    checkpoint = Checkpoint.read(out / "resnet26.pt")
+    assert checkpoint.key in first and checkpoint.model().num_classes == 6
+    assert "2 trials are missing" in study("--budget", "0.001")  # ends before a process has started
+    assert read_results(out / "trials.csv") == first
+    assert "2 trials are missing" in study("--budget", "600")
+    assert len(read_results(out / "trials.csv")) == 4
+    last = (out / "trials.csv").read_text().splitlines()
+    assert last[0].endswith("hardware,loader,revision") and [line.split(",")[10] for line in last[1:]] == ["CPU"] * 4
