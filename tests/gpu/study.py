@@ -1,10 +1,11 @@
 """Trains missing trials on one GPU, several at once, on a machine that lacks DALI, Ray and MLflow.
 
-    python -m tests.gpu.study OUT --budget 600 --profile cifar10 --grid position --grid relation data.root=CIFAR10
+    python -m tests.gpu.study OUT --budget 600 --grid position --grid relation --known docs/results/cifar10/trials.csv
     python -m tests.gpu.study OUT --budget 600 --profile cifar10-full --grid pretrained --checkpoints
 
-Model, recipe and engine are those of `san run`, and so is a trial's key; CUDA graphs are on. Only the loader differs: the
-images stay in the memory of the GPU, torch enlarges them, and torch's random numbers choose crops and order.
+Model, recipe and engine are those of `san run`, and so is a trial's key; CUDA graphs are on. KEY=VALUE, such as
+data.root=FOLDER, changes the profile. Only the loader differs: the images stay in the memory of the GPU, torch enlarges them,
+and torch's random numbers choose crops and order.
 
 Trials of the rows with the fewest finished seeds come first; those in `--known` or OUT/trials.csv are finished. Each trial is
 appended to OUT/trials.csv when it ends, with the columns of the study's trials.csv, the hardware, the loader and the revision.
