@@ -133,7 +133,10 @@ def work(trials: Connection, folder: Path | None) -> None:
     join_process_group(device)
     trials.send(None)
     while True:
-        trial: Trial = trials.recv()
+        try:
+            trial: Trial = trials.recv()
+        except EOFError:  # there is nothing left to do
+            return
         began = time.perf_counter()
         with numerics(trial.config.engine, device):
             checkpoint = trainer.train(trial)
