@@ -273,7 +273,7 @@ class ScalarAttention(SelfAttention):
         return kernels.attend_dot(phi, psi, scores, beta, self.footprint).to(beta_NMHW.dtype)
 
     def _fuses(self, beta_NMHW: Tensor) -> bool:
-        """Whether `attend_dot` can run. On GPUs, there may be 64 channels in a head, in float32 at most."""
+        """Whether `attend_dot` can run: on GPUs, heads have at most 64 channels, and maps are not float64."""
         if not fuses("attend_dot", beta_NMHW):
             return False
         most = max(self.relation_channels, self.value_channels) // self.weight_channels

@@ -127,7 +127,7 @@ class Gamma(nn.Sequential):
         return is_plain(self, Gamma) and all(map(is_pointwise, convolutions))
 
     def attend_pairs(self, maps: PairMaps, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
-        """The weighted sum of beta with the softmax of gamma's weights, [N, M, H, W]. Requires `fuses_pairs`; updates running
+        """The weighted sum of beta with the softmax of gamma as weights, [N, M, H, W]. Requires `fuses_pairs`; updates running
         statistics. On CPUs, half types are computed in float32.
 
         Raises:
