@@ -6,6 +6,7 @@ The functions take values and write files; the caller knows where runs are kept.
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,12 @@ from experiments.report import interval
 from experiments.report.data import TableRow, table_rows
 from experiments.report.interval import Interval, Spread
 from experiments.report.plots import save_plot
-from experiments.report.tables import ACCURACY_COLUMNS, Table, grid_table
+from experiments.report.tables import Table
 from experiments.runner.grid_run import GridRun, finished_trials
 from experiments.tracking import Result
 
-CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive", "open"
-"""Verdicts; open means that there are not enough seeds yet."""
+VERDICTS = CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive", "open"
+"""Open means that there are not enough seeds yet."""
 PROFILE_PAGE = "profile.md"
 """A page of our own beside the study's, to which it links."""
 
@@ -102,61 +103,69 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     files, spreads = [path], spreads_of(sections)
-    page = [_header(sections, spreads, train_images, val_images), _summary(sections, spreads)]
-    if (path.parent / PROFILE_PAGE).exists():
-        page.insert(
-            1, f"[The profile's page]({PROFILE_PAGE}) describes the images, discusses reversals, and measures longer training."
-        )
-    for section in sections:
+    found = [findings(section, spreads) for section in sections]
+    page = [_header(sections, [finding for part in found for finding in part], train_images, val_images)]
+    for section, orderings in zip(sections, found, strict=True):
         grid, trials = section.grid_run.grid, section.grid_run.trials
         page += [f"## {section.table.capitalize()}", grid.question]
         if any(row.top1 is not None for row in section.rows):
             files.append(path.with_name(f"study-{section.table}.png"))
             save_plot(grid.plot, trials, section.rows, grid.question, files[-1])
             page.append(f"![{grid.question} Our results next to those in the paper]({files[-1].name})")
-        page += [grid_table(section.rows, ACCURACY_COLUMNS).markdown(), _orderings(findings(section, spreads))]
+        page.append(_orderings(orderings))
+    page.append(_reading(sections, spreads))
+    if (path.parent / PROFILE_PAGE).exists():
+        page.append(f"[The profile's page]({PROFILE_PAGE}) describes images, discusses reversals and measures longer training.")
     path.write_text("\n\n".join(page) + "\n", encoding="utf-8")
     return files
 
 
-def _header(sections: Sequence[Section], spreads: Mapping[str, Spread | None], train_images: int, val_images: int) -> str:
+def _header(sections: Sequence[Section], found: Sequence[Finding], train_images: int, val_images: int) -> str:
     trials = [trial for section in sections for trial in section.grid_run.trials]
     first, seeds = trials[0], len({trial.seed for trial in trials})
     config = first.config
     finished = [pair for section in sections for pair in finished_trials(section.grid_run.trials, section.results)]
     speeds = {trial.key: result.metrics["summary/images_per_second"] for trial, result in finished}
     hours = sum(train_images * config.recipe.epochs / speed for speed in speeds.values()) / 3600
-    resources, stages = config.resources, getattr(config.model.spec(), "num_stages", None) or 5
+    resources = config.resources
     cpus, gpus = resources.workers * resources.cpus, resources.workers * resources.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
-    distinct = {trial.key for trial in trials}
-    lacking = len(distinct) - len(speeds)
-    missing = f" {lacking} of {len(distinct)} distinct trials have not been trained yet." if lacking else ""
-    known = [f"{spread.deviation:.2f} points for {model}" for model, spread in spreads.items() if spread]
+    distinct = len({trial.key for trial in trials})
+    missing = f" {distinct - len(speeds)} of {distinct} trials are missing;" if distinct > len(speeds) else ""
+    verdicts = Counter(finding.verdict for finding in found)
+    counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict] or verdict != OPEN)
+    from_text = sum(finding.claim.source == "text" for finding in found)
+    return _paragraphs(f"""\
+# The paper's questions on {_dataset(config.data)}
+
+Which orderings of the paper hold for small networks and images? Of {len(found)}, {from_text} from its text and
+{len(found) - from_text} only from its tables: **{counts}**.{missing} `san study --profile {first.profile} --seeds
+{seeds}` trains missing trials and rewrites this page.
+
+A trial trains on {train_images:,} images of {config.data.size}x{config.data.size} pixels for {config.recipe.epochs} epochs, and
+is validated on {val_images:,} after the last one. {len(speeds)} trials took {hours:.1f} hours, with {hardware} each.""")
+
+
+def _reading(sections: Sequence[Section], spreads: Mapping[str, Spread | None]) -> str:
+    config = sections[0].grid_run.trials[0].config
+    stages = getattr(config.model.spec(), "num_stages", None) or 5
+    known = [f"{spread.deviation:.2f} for {model}" for model, spread in spreads.items() if spread]
     estimate = f" ({', '.join(known)})" if known else ""
-    text = f"""\
-This study repeats the controlled experiments in the paper on small images. `san study --profile {first.profile} --seeds
-{seeds}` trains the missing trials and rewrites this page.{missing}
+    return _paragraphs(f"""\
+## How to read the verdicts
 
-The profile `{first.profile}` uses {train_images:,} training and {val_images:,} validation images of
-{config.data.size}x{config.data.size} pixels, {config.recipe.epochs} epochs and up to {seeds} seeds per row. Accuracy is that
-after the last epoch. Training the {len(speeds)} distinct trials took {hours:.1f} hours in total, without validation and
-interruptions; each trial used {hardware}. Rows with the same model in several tables share their runs.
+A gap is a difference of top-1 in percentage points, with a 95% interval over seeds by Student's t; the standard deviation
+between seeds is that of all rows with the same kind of network{estimate}. An ordering is *confirmed* if the whole interval is
+above 0, *reversed* if it is below, and *inconclusive* otherwise; it is *open* until both rows have two seeds. By chance, about
+one interval in twenty misses the true gap. Where the paper says "much better", we test "better".
 
-**How to read the results.** The value after `±` is half the width of a 95% confidence interval over seeds by Student's t.
-For a gap between two rows, the standard deviation between seeds is estimated from all rows with the same kind of network,
-because two rows with few seeds say little about it{estimate}. The interval covers the randomness of training, but not the
-choice of images. An ordering in the paper is *confirmed* if the whole interval of our gap is above 0, *reversed* if it is
-below 0, and *inconclusive* otherwise; it is *open* until both rows have two seeds. By chance alone, about one interval in
-twenty misses the true gap; this is most likely for an interval that ends near 0. Where the paper says "much better", we test
-only "better". Where the paper calls settings similar, we test no ordering.
+**Limits.** The networks have {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint. The
+last map is {config.data.size >> stages} pixels wide, so large footprints cover most of it. Images, widths and length of
+training differ from the paper's. Intervals do not cover the choice of images.""")
 
-**Limits.** The models have only {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint,
-so footprints differ only in later stages. The last feature map is {config.data.size >> stages} pixels wide, so the larger
-footprints cover most or all of it. Images, widths and the length of training differ from the paper's as well. A reversed
-ordering does not contradict the paper's result on ImageNet."""
-    paragraphs = [textwrap.fill(paragraph, 120, break_on_hyphens=False) for paragraph in text.split("\n\n")]
-    return "\n\n".join([f"# The paper's questions on {_dataset(config.data)}", *paragraphs])
+
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(textwrap.fill(paragraph, 120, break_on_hyphens=False) for paragraph in text.split("\n\n"))
 
 
 def _dataset(data: DataConfig) -> str:
@@ -165,27 +174,10 @@ def _dataset(data: DataConfig) -> str:
     return names.get(name, name)
 
 
-def _summary(sections: Sequence[Section], spreads: Mapping[str, Spread | None]) -> str:
-    orderings = [(section.table, finding) for section in sections for finding in findings(section, spreads)]
-    text = sum(finding.claim.source == "text" for _, finding in orderings)
-    count = (
-        f"The study tests {len(orderings)} orderings: {text} from the text of the paper and {len(orderings) - text} only from "
-        "its tables. The\nnumbers in parentheses are our gaps in percentage points of top-1 accuracy."
-    )
-    parts = ["## Summary", count]
-    for verdict in (CONFIRMED, REVERSED, INCONCLUSIVE, OPEN):
-        listed = [f"- {name}: {f.claim.claim} ({_gap(f.gap)})" for name, f in orderings if f.verdict == verdict]
-        if listed or verdict != OPEN:
-            parts.append(f"{verdict.capitalize()}: {len(listed)}.")
-        if listed and verdict != OPEN:
-            parts.append("\n".join(listed))
-    return "\n\n".join(parts)
-
-
 def _orderings(orderings: Sequence[Finding]) -> str:
-    heading = ("ordering", "source", "result", "gap in the paper", "our gap")
-    rows = ((f.claim.claim, f.claim.source, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in orderings)
-    return Table([heading, *rows], text_columns=3).markdown()
+    heading = ("ordering in the paper", "verdict", "gap in the paper", "our gap")
+    rows = ((f.claim.claim, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in orderings)
+    return Table([heading, *rows], text_columns=2).markdown()
 
 
 def _gap(gap: Interval | None) -> str:

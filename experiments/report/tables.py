@@ -51,7 +51,6 @@ COLUMNS = (
     Column("ours", "flops", ".1f", "FLOPs G"),
     Column("note", "note", "s"),
 )
-ACCURACY_COLUMNS = tuple(column for column in COLUMNS if column.field in ("id", "paper_top1", "top1", "seeds"))
 PARAMS = Column("ours", "params", ".3g", "params M")
 FLOPS_G, FLOPS_M = Column("ours", "flops", ".3g", "FLOPs G"), Column("ours", "flops_millions", ".1f", "FLOPs M")
 """The columns of tables without counts of the paper."""
@@ -97,17 +96,17 @@ class Table:
         return frame.to_latex(index=False, escape=True, column_format=alignment, multicolumn_format="c").rstrip()
 
 
-def grid_table(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS) -> Table:
+def grid_table(rows: Sequence[TableRow]) -> Table:
     """The table of a grid."""
-    shown = shown_columns(rows, columns)
+    shown = shown_columns(rows)
     return Table([[column.heading for column in shown], *([_text(row, column) for column in shown] for row in rows)])
 
 
-def shown_columns(rows: Sequence[TableRow], columns: Sequence[Column] = COLUMNS) -> list[Column]:
+def shown_columns(rows: Sequence[TableRow]) -> list[Column]:
     """The columns that are not empty, behind the first a column for each key of the grid's product. The number of seeds is left
     out if all rows have one."""
     has_seeds = any(row.seeds > 1 for row in rows)
-    shown = [column for column in columns if any(getattr(row, column.field) is not None for row in rows)]
+    shown = [column for column in COLUMNS if any(getattr(row, column.field) is not None for row in rows)]
     shown = [column for column in shown if column.field != "seeds" or has_seeds]
     if not any(row.paper_params for row in rows):  # the models may be small
         unit = FLOPS_M if has_small_networks(rows) else FLOPS_G

@@ -89,25 +89,21 @@ def test_page_has_every_table_and_finding(tmp_path: Path) -> None:
     for section in sections:
         assert f"## {section.table.capitalize()}\n\n{section.grid_run.grid.question}\n\n![" in page
         assert f"](study-{section.table}.png)" in page
-        assert all(f"| {row} | {printed.top1} | " in page for row, printed in paper_rows(section.table).items())
         for finding in findings(section, spreads):
             found.append(finding.verdict)
-            cells = (finding.claim.claim, finding.claim.source, finding.verdict, f"{finding.paper_gap:+.1f}")
-            assert f"| {' | '.join(cells)} | " in page
-            assert finding.verdict == "open" or f"- {section.table}: {finding.claim.claim} (" in page
-    text = sum(claim.source == "text" for table in tables for claim in paper_claims()[table])
-    assert f"{len(found)} orderings: {text} from the text of the paper" in page
+            assert f"| {finding.claim.claim} | {finding.verdict} | {finding.paper_gap:+.1f} | " in page
+    text, words = sum(claim.source == "text" for table in tables for claim in paper_claims()[table]), " ".join(page.split())
+    assert f"Of {len(found)}, {text} from its text" in words
     trials = {trial.key for section in sections for trial in section.grid_run.trials if trial.row != "pairwise_11"}
     hours = len(trials) * 600 * 18 / 100 / 3600
-    assert f"Training the {len(trials)} distinct trials took {hours:.1f} hours in total" in " ".join(page.split())
+    assert f"{len(trials)} trials took {hours:.1f} hours" in words
     for verdict in ("confirmed", "reversed", "inconclusive"):
-        assert f"{verdict.capitalize()}: {found.count(verdict)}." in page
+        assert f"{found.count(verdict)} {verdict}" in words
 
 
 def test_page_without_results(tmp_path: Path) -> None:
     grid_run = opened("position", tmp_path)
     path = tmp_path / "study.md"
     assert write_study([invented(grid_run, {})], path, 600, 360) == [path]
-    page = path.read_text()
-    assert "9 of 9 distinct trials have not been trained yet." in " ".join(page.split())
-    assert "Open: 3." in page and "| pairwise_none | 72.3 |" in page
+    words = " ".join(path.read_text().split())
+    assert "9 of 9 trials are missing;" in words and "3 open" in words
