@@ -99,7 +99,8 @@ def _fields(spec: type[ModelSpec]) -> dict[str, TypeAdapter[Any]]:
     hints = {field.name: typing.get_type_hints(spec)[field.name] for field in dataclasses.fields(spec)}
     any_type = ConfigDict(arbitrary_types_allowed=True)  # such as that of a parameter of a user's model
     return {
-        field: TypeAdapter(hint if hint is str else Annotated[hint, NUMBERS], config=any_type) for field, hint in hints.items()
+        field: TypeAdapter(hint if hint in (str, bool) else Annotated[hint, NUMBERS], config=any_type)
+        for field, hint in hints.items()
     }
 
 

@@ -29,15 +29,16 @@ def maximum(phi, psi, footprint):
     return torch.maximum(phi.flatten(2).unsqueeze(2), ops.unfold(psi, footprint))
 
 @san.register_model("tiny")
-def tiny(num_classes: int, in_channels: int = 3, width: int = 8) -> nn.Module:
-    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_channels, width), nn.Linear(width, num_classes))
+def tiny(num_classes: int, in_channels: int = 3, width: int = 8, bias: bool = True) -> nn.Module:
+    layers = nn.Linear(in_channels, width), nn.Linear(width, num_classes, bias)
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *layers)
 """
 GRID = """\
 question: Does mine work?
 imports: [code/mine.py]
 rows:
   - {id: relation, model: {name: san10_pairwise, relation: maximum}}
-  - {id: model, model: {name: tiny, width: 4}}
+  - {id: model, model: {name: tiny, width: 4, bias: false}}
   - {id: ours, model: {name: resnet26}}
 """
 
@@ -65,7 +66,7 @@ def test_rows_use_what_a_file_registers(grid: Path) -> None:
     """A model from elsewhere does not get the stages and the width that the profile gives to this project's networks."""
     made = expand(grid)
     assert made["relation"].config.model.spec().build(10).num_classes == 10
-    assert made["model"].config.model.overrides == {"width": 4}
+    assert made["model"].config.model.overrides == {"width": 4, "bias": False}
     assert made["ours"].config.model.overrides["width_mult"] == 0.5
 
 
