@@ -5,7 +5,7 @@
 
 Model, recipe and engine are those of `san run`, and so is a trial's key; CUDA graphs are on. KEY=VALUE, such as
 data.root=FOLDER, changes the profile. Only the loader differs: the images stay in the memory of the GPU, torch enlarges them,
-and torch's random numbers choose crops and order.
+and torch's random numbers choose crops and order. A grid's `early_stopping` has no effect.
 
 Trials of the rows with the fewest finished seeds come first; those in `--known` or OUT/trials.csv are finished. Each trial is
 appended to OUT/trials.csv when it ends, with the columns of the study's trials.csv, the hardware, the loader and the revision.
@@ -32,8 +32,11 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
+from experiments.config.config import RecipeConfig
 from experiments.config.expand import expand, grid_path, profile_path
 from experiments.config.grid import GridRequest, Trial
+from experiments.config.imports import import_sources
+from experiments.errors import UserError
 from experiments.paper.tables import table_names
 from experiments.runs.provenance import git_commit
 from experiments.runs.summary import Epoch
@@ -46,6 +49,8 @@ from experiments.training.metrics import Accuracy, RunningEpoch, Scores
 from pipelines import Dataset, Transform
 
 COLUMNS = (*CSV_COLUMNS, "hardware", "loader", "revision")
+LACKING = "init", "class_weights", "patience"
+"""Settings of a recipe."""
 Part = tuple[Tensor, Tensor]
 """All images of a split, uint8 [N, 3, H, W], and their labels [N]."""
 
@@ -104,6 +109,8 @@ class Trainer:
         _, images, held_out = self._parts
         torch.manual_seed(trial.seed)
         model = config.model.spec().build(len(training.classes)).to(device)
+        if recipe.drop_path:
+            model.set_drop_rates(drop_path_rate=recipe.drop_path)
         steps = -(-len(training) // recipe.batch_size)
         augment = None if recipe.augment == "none" else Augmentation(recipe.augment, settings, device)
         engine = Engine(model, recipe, steps, recipe.batch_size, config.engine, augment)
@@ -137,6 +144,7 @@ def work(trials: Connection, folder: Path | None) -> None:
             trial: Trial = trials.recv()
         except EOFError:  # there is nothing left to do
             return
+        import_sources(trial.imports)
         began = time.perf_counter()
         with numerics(trial.config.engine, device):
             checkpoint = trainer.train(trial)
@@ -163,6 +171,9 @@ def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
         digests: dict[object, str] = {}
         for row in expanded.grid.rows:
             config = expanded.configs[row.id]
+            for setting in LACKING:
+                if getattr(config.recipe, setting) != RecipeConfig.model_fields[setting].default:
+                    raise UserError(f"{path}: row {row.id} has recipe.{setting}, which only `san run` can do")
             if config.data not in digests:
                 digests[config.data] = data_digest(config.data)
             of_row = range(options.seeds) if options.seeds else row.seeds or expanded.grid.seeds
@@ -228,7 +239,10 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     options.out.mkdir(parents=True, exist_ok=True)
     options.known.append(options.out / "trials.csv")
-    trials = missing(options.grid, options)
+    try:
+        trials = missing(options.grid, options)
+    except UserError as error:
+        parser.exit(1, f"{error}\n")
     print(f"{len(trials)} trials are missing", flush=True)
     run(trials, options)
 

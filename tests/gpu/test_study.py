@@ -18,10 +18,20 @@ from experiments.training.checkpoint import Checkpoint
 
 GRID = """
 question: Does it train?
+imports: [mine.py]
 seeds: [0, 1]
 rows:
   - {id: resnet26, model: {name: resnet26}}
-  - {id: pairwise, model: {name: san10_pairwise, footprint: 3}}
+  - {id: dropped, model: {name: resnet26}, recipe: {drop_path: 0.9}}
+  - {id: mine, model: {name: mine}}
+"""
+MINE = """
+import san
+from torch import nn
+
+@san.register_model("mine")
+def mine(num_classes: int, in_channels: int = 3) -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_channels, num_classes))
 """
 
 
@@ -40,6 +50,7 @@ def test_missing_trials_are_appended_and_continue(tmp_path: Path, images: Path) 
     """On a CPU, with few images in few steps."""
     grid, out = tmp_path / "small.yaml", tmp_path / "out"
     grid.write_text(GRID)
+    (tmp_path / "mine.py").write_text(MINE)
     keys = [
         f"data.root={images}",
         "data.train_per_class=null",
@@ -54,14 +65,14 @@ def test_missing_trials_are_appended_and_continue(tmp_path: Path, images: Path) 
         done = subprocess.run(command, cwd=PROJECT_DIR, env=environment, check=True, capture_output=True, text=True)
         return done.stdout
 
-    assert "2 trials are missing" in study("--budget", "600", "--seeds", "1", "--checkpoints")
+    assert "3 trials are missing" in study("--budget", "600", "--seeds", "1", "--checkpoints")
     first = read_results(out / "trials.csv")
-    assert len(first) == 2 and all(result.metrics["val/loss"] > 0 for result in first.values())
+    assert len(first) == 3 and len({result.metrics["val/loss"] for result in first.values()}) == 3
     checkpoint = Checkpoint.read(out / "resnet26.pt")
     assert checkpoint.key in first and checkpoint.model().num_classes == 6
-    assert "2 trials are missing" in study("--budget", "0.001")  # ends before a process has started
+    assert "3 trials are missing" in study("--budget", "0.001")  # ends before a process has started
     assert read_results(out / "trials.csv") == first
-    assert "2 trials are missing" in study("--budget", "600")
-    assert len(read_results(out / "trials.csv")) == 4
+    assert "3 trials are missing" in study("--budget", "600")
+    assert len(read_results(out / "trials.csv")) == 6
     last = (out / "trials.csv").read_text().splitlines()
-    assert last[0].endswith("hardware,loader,revision") and [line.split(",")[10] for line in last[1:]] == ["CPU"] * 4
+    assert last[0].endswith("hardware,loader,revision") and [line.split(",")[10] for line in last[1:]] == ["CPU"] * 6
