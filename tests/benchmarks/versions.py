@@ -10,7 +10,8 @@ step. Ratios are the first variant / another one within a round: median and rang
 `san run` uses, `AVX2` also chooses the code for processors without AVX-512, `folded` evaluates a copy from `san.fold`,
 `bfloat16` trains and evaluates under autocast, and `compiled` uses torch.compile, whose first training step and first
 evaluation are listed. Inputs and gradients are random; networks at 32x32 and 48x48 halve the image three times and
-have half the width and 64 images, or one; complete ones have 4 of 224x224.
+have half the width and 64 images, or one; complete ones have 4 of 224x224. `pretrained size` is that of the networks whose
+weights the package contains, with 64 images of 48x48.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ SIZES = {
     "48x48": (SMALL, 64, 48),
     "one image, 32x32": (SMALL, 1, 32),
     "224x224": ("", 4, 224),
+    "pretrained size": ("num_stages=3", 64, 48),
 }
 NETWORKS = {f"{kind}, {size}": (name, *settings) for size, settings in SIZES.items() for kind, name in KINDS.items()}
 MODES = ("training step", "evaluation")
