@@ -1,5 +1,6 @@
 """Files of the user in grids: they register rows, travel to workers as source, and are part of keys."""
 
+import csv
 import pickle
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import cloudpickle
 import pytest
 
 import experiments
+from experiments.config.config import PROJECT_DIR
 from experiments.config.grid import GridRequest
 from experiments.config.imports import import_sources
 from experiments.runner.grid_run import open_grid_run
@@ -68,6 +70,16 @@ def test_rows_use_what_a_file_registers(grid: Path) -> None:
     assert made["relation"].config.model.spec().build(10).num_classes == 10
     assert made["model"].config.model.overrides == {"width": 4, "bias": False}
     assert made["ours"].config.model.overrides["width_mult"] == 0.5
+
+
+@pytest.mark.parametrize("path", sorted((PROJECT_DIR / "docs/results").glob("*/*.yaml")), ids=lambda path: path.stem)
+def test_grids_of_results_contain_every_row_of_their_results(path: Path) -> None:
+    with as_in_a_new_process():
+        rows = set(expand(path, profile="cifar10-full" if path.stem.startswith("search") else "cifar10"))
+    results = path.with_suffix(".csv")
+    if results.exists():
+        with open(results, newline="") as file:
+            assert {line.get("row") or line["trial"].split("/")[1].split("-")[0] for line in csv.DictReader(file)} <= rows
 
 
 def test_grid_that_extends_another_finds_its_imports(grid: Path) -> None:
