@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     TypeAdapter,
     ValidationError,
     ValidationInfo,
@@ -98,10 +99,8 @@ def _fields(spec: type[ModelSpec]) -> dict[str, TypeAdapter[Any]]:
     """The validator of each field of a kind of spec."""
     hints = {field.name: typing.get_type_hints(spec)[field.name] for field in dataclasses.fields(spec)}
     any_type = ConfigDict(arbitrary_types_allowed=True)  # such as that of a parameter of a user's model
-    return {
-        field: TypeAdapter(hint if hint in (str, bool) else Annotated[hint, NUMBERS], config=any_type)
-        for field, hint in hints.items()
-    }
+    strict = {str: str, bool: StrictBool}
+    return {field: TypeAdapter(strict.get(hint, Annotated[hint, NUMBERS]), config=any_type) for field, hint in hints.items()}
 
 
 def is_module(name: object) -> bool:

@@ -50,7 +50,7 @@ from pipelines import Dataset, Transform
 
 COLUMNS = (*CSV_COLUMNS, "hardware", "loader", "revision")
 LACKING = "init", "class_weights", "patience"
-"""Settings of a recipe."""
+"""Settings of a recipe that this program does not implement."""
 Part = tuple[Tensor, Tensor]
 """All images of a split, uint8 [N, 3, H, W], and their labels [N]."""
 
@@ -165,15 +165,19 @@ def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
     seeds: Counter[tuple[str, str]] = Counter()
     for name in grids:
         path = grid_path(name)
-        graphs = (f"engine.cuda_graphs={str(torch.cuda.is_available()).lower()}",)
-        request = GridRequest(path, options.profile, overrides=(*graphs, *options.overrides))
+        device = ("resources.gpus=1", "engine.cuda_graphs=true") if torch.cuda.is_available() else ()
+        request = GridRequest(path, options.profile, overrides=(*device, *options.overrides))
         expanded = expand(request, table_names())
         digests: dict[object, str] = {}
         for row in expanded.grid.rows:
             config = expanded.configs[row.id]
-            for setting in LACKING:
-                if getattr(config.recipe, setting) != RecipeConfig.model_fields[setting].default:
-                    raise UserError(f"{path}: row {row.id} has recipe.{setting}, which only `san run` can do")
+            settings = [
+                f"recipe.{key}" for key in LACKING if getattr(config.recipe, key) != RecipeConfig.model_fields[key].default
+            ]
+            if config.data.crop_padding is None or not config.data.flip:
+                settings.append("data without crop_padding and flip")
+            if settings:
+                raise UserError(f"{path}: row {row.id} has {', '.join(settings)}; train it with `san run`")
             if config.data not in digests:
                 digests[config.data] = data_digest(config.data)
             of_row = range(options.seeds) if options.seeds else row.seeds or expanded.grid.seeds

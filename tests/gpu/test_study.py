@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import subprocess
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from experiments.config.config import PROJECT_DIR
+from experiments.errors import UserError
 from experiments.tracking.results_file import read_results
 from experiments.training.checkpoint import Checkpoint
+from tests.gpu.study import missing
 
 GRID = """
 question: Does it train?
@@ -43,6 +47,25 @@ def images(tmp_path: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(256, size=(32, 32, 3), dtype=np.uint8)).save(file)
     return tmp_path / "images"
+
+
+def options(images: Path, *more: str) -> argparse.Namespace:
+    keys = [f"data.root={images}", "data.train_per_class=null", *more]
+    return argparse.Namespace(known=[], profile="cifar10", seeds=None, overrides=keys)
+
+
+def test_trials_on_a_gpu_have_the_keys_of_those_on_a_cpu(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu = missing(["position"], options(images))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_gpu = missing(["position"], options(images))
+    assert {trial.key for trial in on_gpu} == {trial.key for trial in on_cpu}
+    assert all(trial.config.engine.cuda_graphs for trial in on_gpu)
+
+
+@pytest.mark.parametrize("setting", ["recipe.patience=1", "recipe.class_weights=balanced", "data.flip=false"])
+def test_refuses_what_only_san_run_can_do(images: Path, setting: str) -> None:
+    with pytest.raises(UserError, match=setting.split("=")[0].rpartition(".")[2]):
+        missing(["position"], options(images, setting))
 
 
 @pytest.mark.slow

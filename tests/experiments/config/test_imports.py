@@ -82,6 +82,12 @@ def test_grids_of_results_contain_every_row_of_their_results(path: Path) -> None
             assert {line.get("row") or line["trial"].split("/")[1].split("-")[0] for line in csv.DictReader(file)} <= rows
 
 
+@pytest.mark.parametrize("value", ["1", "0.0", '"no"'])
+def test_true_and_false_have_no_other_spellings(grid: Path, value: str) -> None:
+    grid.write_text(GRID.replace("bias: false", f"bias: {value}"))
+    assert "model.bias: should be a valid boolean" in error_message(lambda: expand(grid))
+
+
 def test_grid_that_extends_another_finds_its_imports(grid: Path) -> None:
     (grid.parent / "below").mkdir()
     below = grid.parent / "below" / "other.yaml"
