@@ -99,7 +99,7 @@ def _fields(spec: type[ModelSpec]) -> dict[str, TypeAdapter[Any]]:
     """The validator of each field of a kind of spec."""
     hints = {field.name: typing.get_type_hints(spec)[field.name] for field in dataclasses.fields(spec)}
     any_type = ConfigDict(arbitrary_types_allowed=True)  # such as that of a parameter of a user's model
-    strict = {str: str, bool: StrictBool}
+    strict: dict[object, Any] = {str: str, bool: StrictBool}
     return {field: TypeAdapter(strict.get(hint, Annotated[hint, NUMBERS]), config=any_type) for field, hint in hints.items()}
 
 

@@ -113,6 +113,8 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
             save_plot(grid.plot, trials, section.rows, grid.question, files[-1])
             page.append(f"![{grid.question} Our results next to those in the paper]({files[-1].name})")
         page.append(_orderings(orderings))
+        if missing := [row.id for row in section.rows if row.top1 is None]:
+            page.append(f"Not trained yet: {', '.join(missing)}.")
     page.append(_reading(sections, spreads))
     if (path.parent / PROFILE_PAGE).exists():
         page.append(f"[The profile's page]({PROFILE_PAGE}) describes images, discusses reversals and measures longer training.")
@@ -134,16 +136,16 @@ def _header(sections: Sequence[Section], found: Sequence[Finding], train_images:
     missing = f" {distinct - len(speeds)} of {distinct} trials are missing;" if distinct > len(speeds) else ""
     verdicts = Counter(finding.verdict for finding in found)
     counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict] or verdict != OPEN)
-    from_text = sum(finding.claim.source == "text" for finding in found)
     return _paragraphs(f"""\
 # The paper's questions on {_dataset(config.data)}
 
-Which orderings of the paper hold for small networks and images? Of {len(found)}, {from_text} from its text and
-{len(found) - from_text} only from its tables: **{counts}**.{missing} `san study --profile {first.profile} --seeds
-{seeds}` trains missing trials and rewrites this page.
+Which orderings of the paper hold for small networks and images? Of {len(found)}: **{counts}.** Those with a † are only in its
+tables, not in its text.{missing} `san study --profile {first.profile} --seeds {seeds}` trains missing trials and rewrites
+this page.
 
 A trial trains on {train_images:,} images of {config.data.size}x{config.data.size} pixels for {config.recipe.epochs} epochs, and
-is validated on {val_images:,} after the last one. {len(speeds)} trials took {hours:.1f} hours, with {hardware} each.""")
+is validated on {val_images:,} after the last one. {len(speeds)} trials took {hours:.1f} hours with {hardware} each, without
+validation and interruptions.""")
 
 
 def _reading(sections: Sequence[Section], spreads: Mapping[str, Spread | None]) -> str:
@@ -157,11 +159,13 @@ def _reading(sections: Sequence[Section], spreads: Mapping[str, Spread | None]) 
 A gap is a difference of top-1 in percentage points, with a 95% interval over seeds by Student's t; the standard deviation
 between seeds is that of all rows with the same kind of network{estimate}. An ordering is *confirmed* if the whole interval is
 above 0, *reversed* if it is below, and *inconclusive* otherwise; it is *open* until both rows have two seeds. By chance, about
-one interval in twenty misses the true gap. Where the paper says "much better", we test "better".
+one interval in twenty misses the true gap. Where the paper says "much better", we test "better", and
+where it says "similar", nothing. The bars in plots are intervals of single rows from their own seeds, so they are wider.
 
 **Limits.** The networks have {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint. The
 last map is {config.data.size >> stages} pixels wide, so large footprints cover most of it. Images, widths and length of
-training differ from the paper's. Intervals do not cover the choice of images.""")
+training differ from the paper's. Intervals do not cover the choice of images. A reversed ordering does not contradict the
+paper's result on ImageNet.""")
 
 
 def _paragraphs(text: str) -> str:
@@ -176,7 +180,9 @@ def _dataset(data: DataConfig) -> str:
 
 def _orderings(orderings: Sequence[Finding]) -> str:
     heading = ("ordering in the paper", "verdict", "gap in the paper", "our gap")
-    rows = ((f.claim.claim, f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in orderings)
+    rows = (
+        (f.claim.claim + " †" * (f.claim.source == "table"), f.verdict, f"{f.paper_gap:+.1f}", _gap(f.gap)) for f in orderings
+    )
     return Table([heading, *rows], text_columns=2).markdown()
 
 
