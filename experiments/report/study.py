@@ -159,8 +159,8 @@ def _reading(sections: Sequence[Section], spreads: Mapping[str, Spread | None]) 
 A gap is a difference of top-1 in percentage points, with a 95% interval over seeds by Student's t; the standard deviation
 between seeds is that of all rows with the same kind of network{estimate}. An ordering is *confirmed* if the whole interval is
 above 0, *reversed* if it is below, and *inconclusive* otherwise; it is *open* until both rows have two seeds. By chance, about
-one interval in twenty misses the true gap. Where the paper says "much better", we test "better", and
-where it says "similar", nothing. The bars in plots are intervals of single rows from their own seeds, so they are wider.
+one interval in twenty misses the true gap. Where the paper says "much better", we test "better", and where it says "similar",
+nothing. The bars in the plots are intervals of single rows, from their own seeds only.
 
 **Limits.** The networks have {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint. The
 last map is {config.data.size >> stages} pixels wide, so large footprints cover most of it. Images, widths and length of
