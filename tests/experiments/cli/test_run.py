@@ -345,7 +345,7 @@ def test_study_trains_every_trial_once_and_writes_its_page(
     rows = sum(len(paper_rows(table)) for table in claims)
     assert len(trained) == len(set(trained)) == 2 * (rows - 1)
     text = " ".join(page.read_text().split())
-    assert "1,437 training and 360 validation images of" in text
+    assert "trains on 1,437 images of" in text and "validated on 360" in text
     plots = {f"study-{table}.png" for table in claims}
     assert {path.name for path in page.parent.iterdir()} == {"page.md", "kept.csv"} | plots
     before, count = page.read_text(), len(trained)
