@@ -222,7 +222,8 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
     "--results",
     "kept",
     type=FilePath(),
-    help="CSV file of finished trials, which are not trained again.  [default: docs/results/PROFILE/trials.csv]",
+    help="CSV file of finished trials, which are not trained again. Robustness is in a file beside it, as in "
+    "trials-robustness.csv.  [default: docs/results/PROFILE/trials.csv]",
 )
 @click.option("--train/--no-train", default=True, help="Train missing trials, or only collect results and write the page.")
 @TAKE_OVER
@@ -240,8 +241,9 @@ def study(
 ) -> None:
     """Train the paper's ablations and test the paper's claims.
 
-    Trains every row with several seeds. Writes a page that shows which of the paper's orderings hold beyond seed noise.
-    Rerun the same command to resume, on another machine as well if it has the CSV file.
+    Trains every row with several seeds, and measures the robustness of three networks. Writes a page that shows which of the
+    paper's orderings hold beyond seed noise. Rerun the same command to resume, on another machine as well if it has the CSV
+    files.
 
     \b
     Example: san study --profile cifar10 --seeds 5

@@ -10,17 +10,18 @@ from pathlib import Path
 
 from experiments.config.grid import GridRequest
 from experiments.errors import UserError
+from experiments.evaluation.robustness import METRICS, PROTOCOLS
 from experiments.paper.tables import paper_claims
 from experiments.report.data import grid_report
 from experiments.report.study import section_of, write_study
 from experiments.report.write import print_report
-from experiments.runner.execute import execute, prepare, train
-from experiments.runner.grid_run import is_finished, known_results, open_grid_run, print_status
-from experiments.runner.plan import to_train
+from experiments.runner.execute import execute, measure, prepare, train
+from experiments.runner.grid_run import GridRun, is_finished, known_results, open_grid_run, print_status
+from experiments.runner.plan import missing_measurements, to_train
 from experiments.runner.progress import trial_count
 from experiments.runs.store import retry
-from experiments.tracking import TrackerError
-from experiments.tracking.results_file import add_results, read_results
+from experiments.tracking import Result, TrackerError
+from experiments.tracking.results_file import ResultsFile
 from experiments.training.images import open_data
 
 
@@ -43,11 +44,12 @@ def run(request: GridRequest, address: str | None) -> bool:
 
 
 def study(request: GridRequest, address: str | None, page: Path, kept: Path, trains: bool = True) -> bool:
-    """Trains the paper's ablation grids, which are in the folder `request.grid`, and writes a page with the results. Returns
-    whether all trials are finished.
+    """Trains the grids with claims of the paper, which are in the folder `request.grid`, and writes a page with the results.
+    Returns whether all trials are finished. Of grids with a protocol, only the rows in claims are trained and measured.
 
-    Results are added to the file `kept` after each grid. Its trials count as finished, wherever they were trained. Without
-    `trains`, nothing is trained: finished trials are added to the file, and the page is written.
+    Results are added to the file `kept` after each grid, and those with all numbers of the protocols to a file beside it, as in
+    `trials-robustness.csv`. Trials in these files count as finished, wherever they were trained. Without `trains`, nothing is
+    trained or measured: finished trials are added to the files, and the page is written.
 
     Raises:
         UserError: as `open_grid_run` and `run`, before training starts.
@@ -57,18 +59,32 @@ def study(request: GridRequest, address: str | None, page: Path, kept: Path, tra
             path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise UserError(f"{path}: cannot write this file; choose another one with {option}")
-    grid_runs = [open_grid_run(replace(request, grid=request.grid / f"{name}.yaml")) for name in paper_claims()]
+    trained, measured = ResultsFile(kept), ResultsFile(kept.with_stem(f"{kept.stem}-robustness"), METRICS)
+    grid_runs, files = list[GridRun](), dict[str, ResultsFile]()
+    for name, claims in paper_claims().items():
+        files[name] = measured if name in PROTOCOLS else trained
+        compared = dict.fromkeys(row for claim in claims for row in (claim.better, claim.worse))
+        only = tuple(compared) if name in PROTOCOLS else ()
+        grid_runs.append(open_grid_run(replace(request, grid=request.grid / f"{name}.yaml", only=only)))
     for grid_run in grid_runs:
-        results = known_results(grid_run) | read_results(kept)
-        missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
-        if missing and trains:
-            print_status(f"grid {grid_run.name}, profile {grid_run.profile}: {trial_count(len(missing))} to train")
-            train(grid_run, missing, address)
-            results = retry(functools.partial(known_results, grid_run)) | read_results(kept)
-        add_results(kept, grid_run.trials, results)
-    results = read_results(kept)
+        if trains:
+            _complete(grid_run, files[grid_run.name], address)
+        files[grid_run.name].add(grid_run.selected, retry(functools.partial(known_results, grid_run)))
     training, validation = open_data(grid_runs[0].trials[0].config.data)
-    sections = [section_of(grid_run, results) for grid_run in grid_runs]
-    files = write_study(sections, page, len(training), len(validation))
-    print_status(f"study: {files[0]}")
-    return all(is_finished(results, trial) for grid_run in grid_runs for trial in grid_run.trials)
+    sections = [section_of(grid_run, files[grid_run.name].read()) for grid_run in grid_runs]
+    pages = write_study(sections, page, len(training), len(validation))
+    print_status(f"study: {pages[0]}")
+    return all(is_finished(section.results, trial) for section in sections for trial in section.grid_run.selected)
+
+
+def _complete(grid_run: GridRun, file: ResultsFile, address: str | None) -> None:
+    """Trains and measures what neither the store nor the file has."""
+
+    def known() -> dict[str, Result]:
+        return known_results(grid_run) | file.read()
+
+    if missing := {trial.key: trial for trial, _ in to_train(grid_run, known())}:
+        print_status(f"grid {grid_run.name}, profile {grid_run.profile}: {trial_count(len(missing))} to train")
+        train(grid_run, missing, address)
+    if unmeasured := missing_measurements(grid_run, retry(known)):
+        measure(grid_run, unmeasured, address)

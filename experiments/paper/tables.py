@@ -39,6 +39,8 @@ class PaperClaim:
     worse: str
     claim: str
     source: Literal["text", "table"] = "text"
+    score: str = "top1"
+    """What is compared: `top1`, `drop`, or a column of the table `attack`."""
 
 
 @functools.cache
@@ -79,7 +81,7 @@ def paper_numbers(table: str) -> dict[str, dict[str, float]]:
 
 
 def paper_claims() -> dict[str, list[PaperClaim]]:
-    """The paper's claims about its ablation tables, by table."""
+    """The paper's claims, by table."""
     return {table: [PaperClaim(**claim) for claim in claims] for table, claims in _content(CLAIMS).items()}
 
 

@@ -122,7 +122,8 @@ def _mark_scale(bar: Any, attention: Attention) -> None:
 
 def _legend(attention: Attention, shown: int) -> str:
     scale = "one scale" if attention.is_signed else "one square-root scale"
-    parts = [f"Weights on {scale}", "orange: the pixel itself", "mean: what scalar attention could express"]
+    mean = "over all heads" if attention.kind == "scalar" else "what scalar attention could express"
+    parts = [f"Weights on {scale}", "orange: the pixel itself", f"mean: {mean}"]
     is_mirrored = bool(attention.footprints()[1].any())
     if len(attention.pixels) > 1:
         parts.append(f"white: the footprint of the first pixel{', pale: reflected' * is_mirrored}")

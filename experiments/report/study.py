@@ -5,14 +5,19 @@ The functions take values and write files; the caller knows where runs are kept.
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from experiments.config.config import DataConfig
-from experiments.paper.tables import PaperClaim, paper_claims
+from experiments.config.grid import Trial
+from experiments.evaluation.robustness import PROTOCOLS, ROTATION, Protocol
+from experiments.paper.tables import PaperClaim, paper_claims, paper_numbers, paper_rows
 from experiments.report import interval
 from experiments.report.data import TableRow, table_rows
 from experiments.report.interval import Interval, Spread
@@ -25,6 +30,32 @@ VERDICTS = CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "i
 """Open means that there are not enough seeds yet."""
 PROFILE_PAGE = "profile.md"
 """A page of our own beside the study's, to which it links."""
+
+
+Numbers = Mapping[str, float]
+"""The numbers of a trial, or those of a row in the paper: `top1`, or the columns of the paper's table of a protocol."""
+
+
+def _drop(numbers: Numbers) -> float:
+    unchanged, *turned = (numbers[f"{condition.name}_top1"] for condition in ROTATION.conditions)
+    return unchanged - statistics.fmean(turned)
+
+
+class Score(NamedTuple):
+    """What an ordering compares, in percent or percentage points."""
+
+    words: str
+    sign: int
+    """1 if more is better, -1 if less is."""
+    of: Callable[[Numbers], float]
+
+
+SCORES: Mapping[str, Score] = {
+    "top1": Score("top-1", 1, itemgetter("top1")),
+    "drop": Score("top-1 lost by rotation, mean of four", -1, _drop),
+    "n4_success": Score("success of attacks in 4 steps", -1, itemgetter("n4_success")),
+    "n4_top1": Score("top-1 under them", 1, itemgetter("n4_top1")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +73,50 @@ class Section:
         return str(self.grid_run.grid.table)
 
     @property
+    def claims(self) -> Sequence[PaperClaim]:
+        return paper_claims()[self.table]
+
+    @property
+    def protocol(self) -> Protocol | None:
+        """The protocol of a table of robustness."""
+        name = self.grid_run.grid.robustness
+        return None if name is None else PROTOCOLS[name]
+
+    @property
     def models(self) -> dict[str, str]:
         """The name of each row's model."""
-        return {trial.row: trial.config.model.name for trial in self.grid_run.trials}
+        return {trial.row: trial.config.model.name for trial in self.grid_run.selected}
+
+    @property
+    def finished(self) -> list[tuple[Trial, Result]]:
+        return finished_trials(self.grid_run.selected, self.results)
+
+    def by_seed(self, row: str, score: str) -> list[float]:
+        """The score of each finished seed of a row."""
+        numbers = [self._numbers(result.metrics) for trial, result in self.finished if trial.row == row]
+        return [SCORES[score].of(each) for each in numbers]
+
+    def _numbers(self, metrics: Numbers) -> Numbers:
+        if self.protocol is None:
+            return {"top1": metrics["val/top1"]}
+        return {
+            f"{condition.name}_{name}": number
+            for condition in self.protocol.conditions
+            for name, number in condition.numbers_in(metrics).items()
+        }
+
+    def in_paper(self, row: str, score: str) -> float:
+        """The paper's score of a row."""
+        if self.protocol is not None:
+            return SCORES[score].of(paper_numbers(self.table)[row])
+        top1 = paper_rows(self.table)[row].top1
+        assert top1 is not None, "every row of an ablation table has a top-1"
+        return top1
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Our result for one ordering; gaps are differences of top-1 in points, positive if they agree with the paper."""
+    """Our result for one ordering; gaps are differences in percentage points, positive if they agree with the paper."""
 
     claim: PaperClaim
     paper_gap: float
@@ -71,28 +138,30 @@ def section_of(grid_run: GridRun, results: Mapping[str, Result]) -> Section:
     return Section(grid_run, results, table_rows(grid_run, results))
 
 
-def spreads_of(sections: Sequence[Section]) -> dict[str, Spread | None]:
-    """The standard deviation between seeds for each name of a model, such as `san10_pairwise`, from all rows with this model; a
-    row that is in several tables counts once."""
-    by_model: dict[str, dict[frozenset[str], Sequence[float]]] = {}
+Spreads = Mapping[tuple[str, str], Spread | None]
+"""The standard deviation between seeds, for each score and name of a model, such as `top1` and `san10_pairwise`."""
+
+
+def spreads_of(sections: Sequence[Section]) -> Spreads:
+    """From all rows with the same model; a row that is in several tables counts once."""
+    found: dict[tuple[str, str], dict[frozenset[str], Sequence[float]]] = {}
     for section in sections:
-        finished = finished_trials(section.grid_run.trials, section.results)
-        models = section.models
-        for row in section.rows:
-            keys = frozenset(trial.key for trial, _ in finished if trial.row == row.id)
-            by_model.setdefault(models[row.id], {})[keys] = row.top1_by_seed
-    return {model: interval.pooled(rows.values()) for model, rows in by_model.items()}
+        for row, model in section.models.items():
+            keys = frozenset(trial.key for trial, _ in section.finished if trial.row == row)
+            for score in {claim.score for claim in section.claims}:
+                found.setdefault((score, model), {})[keys] = section.by_seed(row, score)
+    return {kind: interval.pooled(rows.values()) for kind, rows in found.items()}
 
 
-def findings(section: Section, spreads: Mapping[str, Spread | None]) -> list[Finding]:
+def findings(section: Section, spreads: Spreads) -> list[Finding]:
     """The paper's orderings of a section, in the order of its claims."""
-    result, rows, models = [], {row.id: row for row in section.rows}, section.models
-    for claim in paper_claims()[section.table]:
-        better, worse = rows[claim.better], rows[claim.worse]
-        assert better.paper_top1 is not None and worse.paper_top1 is not None, "every row of an ablation table has a top-1"
-        pair = spreads[models[better.id]], spreads[models[worse.id]]
-        gap = interval.of_difference((better.top1_by_seed, worse.top1_by_seed), pair)
-        result.append(Finding(claim, better.paper_top1 - worse.paper_top1, gap))
+    result, models = [], section.models
+    for claim in section.claims:
+        rows, sign = (claim.better, claim.worse), SCORES[claim.score].sign
+        ours = section.by_seed(rows[0], claim.score), section.by_seed(rows[1], claim.score)
+        theirs = section.in_paper(rows[0], claim.score) - section.in_paper(rows[1], claim.score)
+        gap = interval.of_difference(ours, (spreads[claim.score, models[rows[0]]], spreads[claim.score, models[rows[1]]]))
+        result.append(Finding(claim, sign * theirs, gap and replace(gap, middle=sign * gap.middle)))
     return result
 
 
@@ -108,12 +177,15 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
     for section, orderings in zip(sections, found, strict=True):
         grid, trials = section.grid_run.grid, section.grid_run.trials
         page += [f"## {section.table.capitalize()}", grid.question]
-        if any(row.top1 is not None for row in section.rows):
+        if section.protocol is None and section.finished:
             files.append(path.with_name(f"study-{section.table}.png"))
             save_plot(grid.plot, trials, section.rows, grid.question, files[-1])
             page.append(f"![{grid.question} Our results next to those in the paper]({files[-1].name})")
+        if section.protocol is not None:
+            page.append(_scores(section))
         page.append(_orderings(orderings))
-        if missing := [row.id for row in section.rows if row.top1 is None]:
+        trained = {trial.row for trial, _ in section.finished}
+        if missing := [row for row in section.models if row not in trained]:
             page.append(f"Not trained yet: {', '.join(missing)}.")
     page.append(_reading(sections, spreads))
     if (path.parent / PROFILE_PAGE).exists():
@@ -123,24 +195,26 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
 
 
 def _header(sections: Sequence[Section], found: Sequence[Finding], train_images: int, val_images: int) -> str:
-    trials = [trial for section in sections for trial in section.grid_run.trials]
+    ablations = [section for section in sections if section.protocol is None]
+    trials = [trial for section in ablations for trial in section.grid_run.trials]
     first, seeds = trials[0], len({trial.seed for trial in trials})
     config = first.config
-    finished = [pair for section in sections for pair in finished_trials(section.grid_run.trials, section.results)]
+    finished = [pair for section in ablations for pair in section.finished]
     speeds = {trial.key: result.metrics["summary/images_per_second"] for trial, result in finished}
     hours = sum(train_images * config.recipe.epochs / speed for speed in speeds.values()) / 3600
     resources = config.resources
     cpus, gpus = resources.workers * resources.cpus, resources.workers * resources.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
-    distinct = len({trial.key for trial in trials})
-    missing = f" {distinct - len(speeds)} of {distinct} trials are missing;" if distinct > len(speeds) else ""
+    tested = [section for section in sections if section.protocol is not None]
+    missing = [_missing(ablations, "trials"), _missing(tested, "networks to measure robustness")]
+    lacking = f" {' and '.join(filter(None, missing))} are missing;" if any(missing) else ""
     verdicts = Counter(finding.verdict for finding in found)
     counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict] or verdict != OPEN)
     return _paragraphs(f"""\
 # The paper's questions on {_dataset(config.data)}
 
 Which orderings of the paper hold for small networks and images? Of {len(found)}: **{counts}.** Those with a † are only in its
-tables, not in its text.{missing} `san study --profile {first.profile} --seeds {seeds}` trains missing trials and rewrites
+tables, not in its text.{lacking} `san study --profile {first.profile} --seeds {seeds}` trains missing trials and rewrites
 this page.
 
 A trial trains on {train_images:,} images of {config.data.size}x{config.data.size} pixels for {config.recipe.epochs} epochs, and
@@ -148,19 +222,26 @@ is validated on {val_images:,} after the last one. {len(speeds)} trials took {ho
 validation and interruptions.""")
 
 
-def _reading(sections: Sequence[Section], spreads: Mapping[str, Spread | None]) -> str:
+def _missing(sections: Iterable[Section], what: str) -> str:
+    """Such as `67 of 145 trials`; empty if none is missing."""
+    keys = {trial.key for section in sections for trial in section.grid_run.selected}
+    finished = {trial.key for section in sections for trial, _ in section.finished}
+    return f"{len(keys - finished)} of {len(keys)} {what}" if keys > finished else ""
+
+
+def _reading(sections: Sequence[Section], spreads: Spreads) -> str:
     config = sections[0].grid_run.trials[0].config
     stages = getattr(config.model.spec(), "num_stages", None) or 5
-    known = [f"{spread.deviation:.2f} for {model}" for model, spread in spreads.items() if spread]
+    known = [f"{spread.deviation:.2f} for {model}" for (score, model), spread in spreads.items() if spread and score == "top1"]
     estimate = f" ({', '.join(known)})" if known else ""
     return _paragraphs(f"""\
 ## How to read the verdicts
 
-A gap is a difference of top-1 in percentage points, with a 95% interval over seeds by Student's t; the standard deviation
-between seeds is that of all rows with the same kind of network{estimate}. An ordering is *confirmed* if the whole interval is
-above 0, *reversed* if it is below, and *inconclusive* otherwise; it is *open* until both rows have two seeds. By chance, about
-one interval in twenty misses the true gap. Where the paper says "much better", we test "better", and where it says "similar",
-nothing. The bars in the plots are intervals of single rows, from their own seeds only.
+A gap is a difference in percentage points, of top-1 unless the ordering names something else, with a 95% interval over seeds by
+Student's t; the standard deviation between seeds is that of all rows with the same kind of network{estimate}. An ordering is
+*confirmed* if the whole interval is above 0, *reversed* if it is below, and *inconclusive* otherwise; it is *open* until both
+rows have two seeds. By chance, about one interval in twenty misses the true gap. Where the paper says "much better", we test
+"better", and where it says "similar", nothing. The bars in the plots are intervals of single rows, from their own seeds only.
 
 **Limits.** The networks have {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint. The
 last map is {config.data.size >> stages} pixels wide, so large footprints cover most of it. Images, widths and length of
@@ -176,6 +257,21 @@ def _dataset(data: DataConfig) -> str:
     names = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
     name = Path(data.root or data.source).name
     return names.get(name, name)
+
+
+def _scores(section: Section) -> str:
+    """The table of a protocol, with the numbers that its orderings compare."""
+    scores = dict.fromkeys(claim.score for claim in section.claims)
+    heading = ["", *(f"{SCORES[score].words}: {whose}" for score in scores for whose in ("paper", "ours"))]
+    rows = []
+    for row in section.models:
+        cells = [row]
+        for score in scores:
+            ours = section.by_seed(row, score)
+            words = interval.mean_in_words(statistics.fmean(ours), ours, interval.half_width(ours)) if ours else "-"
+            cells += [f"{section.in_paper(row, score):.1f}", words]
+        rows.append(cells)
+    return Table([heading, *rows]).markdown()
 
 
 def _orderings(orderings: Sequence[Finding]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,42 +23,59 @@ METRICS = {
 CSV_COLUMNS = ("key", "trial", "epochs", "seconds", "ended", *METRICS)
 
 
-def read_results(path: Path) -> dict[str, Result]:
-    """Reads the finished trials of a file that `add_results` wrote, by key. Without a file, there are none.
+@dataclass(frozen=True, slots=True)
+class ResultsFile:
+    """A file of finished trials; without a file, there are none. A trial of several grids has one line."""
 
-    Raises:
-        UserError: the file was edited; the message names the line.
-    """
-    if not path.exists():
-        return {}
-    results = {}
-    with open(path, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        for row in reader:
-            try:
-                metrics = {name: float(row[column]) for column, name in METRICS.items() if row[column]}
-                ended = datetime.fromisoformat(row["ended"]).timestamp()
-                results[row["key"]] = Result("", True, metrics, float(row["seconds"]), ended)
-            except (KeyError, TypeError, ValueError):
-                message = f"{path}:{reader.line_num}: must have the columns {', '.join(CSV_COLUMNS)}; delete this line"
-                raise UserError(message) from None
-    return results
+    path: Path
+    measured: tuple[str, ...] = ()
+    """Metrics that every trial in the file has, in columns of the same names."""
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*CSV_COLUMNS, *self.measured)
 
-def add_results(path: Path, trials: Iterable[Trial], results: Mapping[str, Result]) -> None:
-    """Appends the finished trials that the file does not have yet. A trial of several grids has one line."""
-    known, is_new = set(read_results(path)), not path.exists()
-    with open(path, "a", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if is_new:
-            writer.writerow(CSV_COLUMNS)
-        for trial in trials:
-            result = results.get(trial.key)
-            if trial.key in known or result is None or not result.finished:
-                continue
-            known.add(trial.key)
-            ended = datetime.fromtimestamp(result.ended, UTC).isoformat(timespec="seconds")
-            name, epochs = f"{trial.grid}/{trial.name}", trial.config.recipe.epochs
-            values = (result.metrics.get(metric) for metric in METRICS.values())
-            numbers = ("" if value is None else f"{value:.6g}" for value in values)
-            writer.writerow([trial.key, name, epochs, f"{result.seconds:.0f}", ended, *numbers])
+    @property
+    def _metrics(self) -> dict[str, str]:
+        return METRICS | {name: name for name in self.measured}
+
+    def read(self) -> dict[str, Result]:
+        """The trials by key.
+
+        Raises:
+            UserError: the file was edited; the message names the line.
+        """
+        if not self.path.exists():
+            return {}
+        results = {}
+        with open(self.path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            for row in reader:
+                try:
+                    metrics = {name: float(row[column]) for column, name in self._metrics.items() if row[column]}
+                    ended = datetime.fromisoformat(row["ended"]).timestamp()
+                    results[row["key"]] = Result("", True, metrics, float(row["seconds"]), ended)
+                except (KeyError, TypeError, ValueError):
+                    expected = f"must have the columns {', '.join(self.columns)}"
+                    raise UserError(f"{self.path}:{reader.line_num}: {expected}; delete this line") from None
+        return results
+
+    def add(self, trials: Iterable[Trial], results: Mapping[str, Result]) -> None:
+        """Appends the trials that are finished and measured, and not in the file yet."""
+        known, is_new = set(self.read()), not self.path.exists()
+        with open(self.path, "a", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            if is_new:
+                writer.writerow(self.columns)
+            for trial in trials:
+                result = results.get(trial.key)
+                if trial.key in known or result is None or not result.finished:
+                    continue
+                if not result.metrics.keys() >= set(self.measured):
+                    continue
+                known.add(trial.key)
+                ended = datetime.fromtimestamp(result.ended, UTC).isoformat(timespec="seconds")
+                name, epochs = f"{trial.grid}/{trial.name}", trial.config.recipe.epochs
+                values = (result.metrics.get(metric) for metric in self._metrics.values())
+                numbers = ("" if value is None else f"{value:.6g}" for value in values)
+                writer.writerow([trial.key, name, epochs, f"{result.seconds:.0f}", ended, *numbers])

@@ -40,7 +40,7 @@ from experiments.errors import UserError
 from experiments.paper.tables import table_names
 from experiments.runs.provenance import git_commit
 from experiments.runs.summary import Epoch
-from experiments.tracking.results_file import CSV_COLUMNS, read_results
+from experiments.tracking.results_file import CSV_COLUMNS, ResultsFile
 from experiments.training.augment import Augmentation
 from experiments.training.checkpoint import Checkpoint, Origin
 from experiments.training.engine import Engine, join_process_group, numerics
@@ -160,7 +160,7 @@ def work(trials: Connection, folder: Path | None) -> None:
 
 def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
     """The trials that are not finished, those of rows with the fewest finished seeds first; one for each key."""
-    finished = {key for file in options.known for key in read_results(file)}
+    finished = {key for file in options.known for key in ResultsFile(file).read()}
     found: dict[str, Trial] = {}
     seeds: Counter[tuple[str, str]] = Counter()
     for name in grids:

@@ -16,7 +16,7 @@ from PIL import Image
 
 from experiments.config.config import PROJECT_DIR
 from experiments.errors import UserError
-from experiments.tracking.results_file import read_results
+from experiments.tracking.results_file import ResultsFile
 from experiments.training.checkpoint import Checkpoint
 from tests.gpu.study import missing
 
@@ -89,13 +89,13 @@ def test_missing_trials_are_appended_and_continue(tmp_path: Path, images: Path) 
         return done.stdout
 
     assert "3 trials are missing" in study("--budget", "600", "--seeds", "1", "--checkpoints")
-    first = read_results(out / "trials.csv")
+    first = ResultsFile(out / "trials.csv").read()
     assert len(first) == 3 and len({result.metrics["val/loss"] for result in first.values()}) == 3
     checkpoint = Checkpoint.read(out / "resnet26.pt")
     assert checkpoint.key in first and checkpoint.model().num_classes == 6
     assert "3 trials are missing" in study("--budget", "0.001")  # ends before a process has started
-    assert read_results(out / "trials.csv") == first
+    assert ResultsFile(out / "trials.csv").read() == first
     assert "3 trials are missing" in study("--budget", "600")
-    assert len(read_results(out / "trials.csv")) == 6
+    assert len(ResultsFile(out / "trials.csv").read()) == 6
     last = (out / "trials.csv").read_text().splitlines()
     assert last[0].endswith("hardware,loader,revision") and [line.split(",")[10] for line in last[1:]] == ["CPU"] * 6

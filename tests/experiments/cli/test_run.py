@@ -22,6 +22,7 @@ from experiments.paper.tables import paper_claims, paper_rows, table_names
 from experiments.report.data import table_rows
 from experiments.runner import execute
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
+from experiments.runner.measure import MeasureTask
 from experiments.runner.plan import Estimator, plan, plan_in_words
 from experiments.runner.progress import duration
 from experiments.runs import store
@@ -335,22 +336,30 @@ def test_reports_failed_trials_and_results_that_mlflow_did_not_accept(
 def test_study_trains_every_trial_once_and_writes_its_page(
     trained: list[str], runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two of its five grids, which share a row. The results are also known on another machine that has the file."""
-    claims = {table: paper_claims()[table] for table in ("mapping", "position")}
+    """Three of its grids, which share a row. The results are also known on another machine that has the files."""
+    claims = {table: paper_claims()[table] for table in ("mapping", "rotation", "attack")}
     monkeypatch.setattr("experiments.cli.run.paper_claims", lambda: claims)
+    measured: list[str] = []
+
+    def measure(task: MeasureTask, report: ReportFn) -> None:
+        measured.append(f"{task.trial.grid}/{task.trial.name}")
+        for index, condition in enumerate(task.conditions):
+            report({"condition": float(index), **condition.metrics(dict.fromkeys(condition.numbers, 10.0))})
+
+    monkeypatch.setattr(execute, "measure_trial", measure)
     page, kept = tmp_path / "docs" / "page.md", tmp_path / "docs" / "kept.csv"
     request = GridRequest(GRIDS_DIR, runs=runs, seeds=2, serial=True)
     assert not study(request, None, page, kept, trains=False) and not trained
     assert study(request, None, page, kept)
-    rows = sum(len(paper_rows(table)) for table in claims)
-    assert len(trained) == len(set(trained)) == 2 * (rows - 1)
+    assert len(trained) == len(set(trained)) == 2 * (len(paper_rows("mapping")) + 1), "SAN10 of the paper is in all grids"
+    assert len(measured) == len(set(measured)) == 2 * 2 * 3
     text = " ".join(page.read_text().split())
     assert "trains on 1,437 images of" in text and "validated on 360" in text
-    plots = {f"study-{table}.png" for table in claims}
-    assert {path.name for path in page.parent.iterdir()} == {"page.md", "kept.csv"} | plots
-    before, count = page.read_text(), len(trained)
+    files = {"page.md", "study-mapping.png", "kept.csv", "kept-robustness.csv"}
+    assert {path.name for path in page.parent.iterdir()} == files
+    before, count = page.read_text(), (len(trained), len(measured))
     assert study(replace(request, runs=tmp_path / "another machine"), None, page, kept)
-    assert len(trained) == count and page.read_text() == before
+    assert (len(trained), len(measured)) == count and page.read_text() == before
 
 
 @pytest.mark.parametrize("where", ["folder", "file/page.md"])

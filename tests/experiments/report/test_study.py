@@ -7,6 +7,7 @@ import pytest
 
 from experiments.config.expand import GRIDS_DIR
 from experiments.config.grid import GridRequest
+from experiments.evaluation.robustness import METRICS
 from experiments.paper.tables import PaperClaim, paper_claims, paper_rows
 from experiments.report.interval import Interval, pooled
 from experiments.report.study import Finding, Section, findings, section_of, spreads_of, write_study
@@ -29,15 +30,14 @@ def invented(grid_run: GridRun, tops: dict[str, list[float]]) -> Section:
     return section_of(grid_run, results)
 
 
-def test_claims_agree_with_the_numbers_of_the_paper() -> None:
+def test_claims_agree_with_the_numbers_of_the_paper(tmp_path: Path) -> None:
     for table, claims in paper_claims().items():
-        rows = paper_rows(table)
-        pairs = [(claim.better, claim.worse) for claim in claims]
+        section = section_of(opened(table, tmp_path), {})
+        pairs = [(claim.better, claim.worse, claim.score) for claim in claims]
         assert len(set(pairs)) == len(pairs) == len({claim.claim for claim in claims}), table
-        for claim in claims:
-            better, worse = rows[claim.better].top1, rows[claim.worse].top1
-            assert better is not None and worse is not None and better > worse, claim
-            assert claim.claim.endswith(".") and "|" not in claim.claim
+        for finding in findings(section, spreads_of([section])):
+            assert finding.paper_gap > 0 and finding.verdict == "open", finding
+            assert finding.claim.claim.endswith(".") and "|" not in finding.claim.claim
 
 
 def test_verdict_follows_from_the_interval() -> None:
@@ -70,8 +70,39 @@ def test_a_model_in_two_tables_counts_once_in_the_spread(tmp_path: Path) -> None
     shared, other = [80.0, 81.0], [60.0, 64.0]
     mapping = invented(opened("mapping", tmp_path), {"pairwise_LRL": shared, "patchwise_L": other})
     footprint = invented(opened("footprint", tmp_path), {"pairwise_7": shared})
-    assert spreads_of([mapping, footprint])["san10_pairwise"] == spreads_of([mapping])["san10_pairwise"] == pooled([shared])
-    assert spreads_of([mapping])["san10_patchwise"] == pooled([other])
+    for sections in ([mapping], [mapping, footprint]):
+        assert spreads_of(sections)["top1", "san10_pairwise"] == pooled([shared])
+    assert spreads_of([mapping])["top1", "san10_patchwise"] == pooled([other])
+
+
+def test_orderings_of_robustness(tmp_path: Path) -> None:
+    """Less is better for losses and for successful attacks; numbers of the paper's rows are those of its tables."""
+    numbers = {"none": (80.0, 70.0), "rotate90": (40.0, 40.0), "rotate180": (60.0, 45.0), "rotate270": (40.0, 40.0)}
+    numbers |= {"upside_down": (60.0, 45.0), "pgd-epsilon8-step2-n4": (12.0, 14.0)}
+    success = 90.0, 60.0
+
+    def metrics(which: int, seed: int) -> dict[str, float]:
+        found = {f"robustness/{key}/top1": both[which] for key, both in numbers.items()}
+        found["robustness/none/top1"] += seed
+        found |= dict.fromkeys(METRICS, 0.0) | found
+        return found | {"robustness/pgd-epsilon8-step2-n4/success": success[which] + seed, "val/top1": 0.0, "val/top5": 0.0}
+
+    rows = ("resnet26", "san10_pairwise")
+    sections = []
+    for table in ("rotation", "attack"):
+        grid_run = opened(table, tmp_path)
+        of_rows = [trial for trial in grid_run.trials if trial.row in rows and trial.seed < 2]
+        results = {trial.key: Result("", True, metrics(rows.index(trial.row), trial.seed)) for trial in of_rows}
+        sections.append(section_of(grid_run, results))
+    spreads = spreads_of(sections)
+    drop, *unknown = findings(sections[0], spreads)
+    assert drop.gap is not None and drop.gap.middle == pytest.approx((80 - 50) - (70 - 42.5))
+    assert drop.paper_gap == pytest.approx((73.6 - (49.1 + 50.6 + 49.2 + 50.5) / 4) - (74.9 - (51.8 + 54.7 + 51.7 + 54.7) / 4))
+    assert [one.gap for one in unknown] == [None, None]
+    by_score = {one.claim.score: one for one in findings(sections[1], spreads) if one.claim.worse == "resnet26" and one.gap}
+    assert by_score["n4_success"].gap is not None and by_score["n4_success"].gap.middle == pytest.approx(30)
+    assert by_score["n4_success"].paper_gap == pytest.approx(98.2 - 90.1)
+    assert "n4_top1" not in by_score  # its seeds are equal
 
 
 def test_page_has_every_table_and_finding(tmp_path: Path) -> None:

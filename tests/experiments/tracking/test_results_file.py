@@ -1,12 +1,13 @@
 """Results as a CSV file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from experiments.errors import UserError
 from experiments.tracking import Result
-from experiments.tracking.results_file import add_results, read_results
+from experiments.tracking.results_file import ResultsFile
 from tests.experiments.conftest import OpenGrid
 
 METRICS = {"val/top1": 71.25, "val/top5": 97.5, "val/loss": 1.0625, "train/loss": 1.125, "summary/images_per_second": 240.5}
@@ -17,21 +18,28 @@ def result(finished: bool = True) -> Result:
 
 
 def test_finished_trials_are_read_as_they_were_added(open_small_grid: OpenGrid, tmp_path: Path) -> None:
-    path, trials = tmp_path / "kept.csv", open_small_grid().trials
-    assert read_results(path) == {}
-    add_results(path, trials, {trials[0].key: result(), trials[1].key: result(finished=False)})
-    add_results(path, (*trials, *trials), {trials[0].key: result(), trials[1].key: result()})
-    lines = path.read_text().splitlines()
+    file, trials = ResultsFile(tmp_path / "kept.csv"), open_small_grid().trials
+    assert file.read() == {}
+    file.add(trials, {trials[0].key: result(), trials[1].key: result(finished=False)})
+    file.add((*trials, *trials), {trials[0].key: result(), trials[1].key: result()})
+    lines = file.path.read_text().splitlines()
     assert len(lines) == 3 and lines[1].startswith(f"{trials[0].key},{trials[0].grid}/{trials[0].name},")
-    results = read_results(path)
+    results = file.read()
     assert set(results) == {trials[0].key, trials[1].key}
     for one in results.values():
         assert (one.finished, one.metrics, one.seconds, one.ended) == (True, METRICS, 93.0, 1_700_000_000.0)
 
 
 def test_edited_file_is_named_with_its_line(open_small_grid: OpenGrid, tmp_path: Path) -> None:
-    path, trials = tmp_path / "kept.csv", open_small_grid().trials
-    add_results(path, trials[:1], {trials[0].key: result()})
-    path.write_text(path.read_text() + "abc,def\n")
+    file, trials = ResultsFile(tmp_path / "kept.csv"), open_small_grid().trials
+    file.add(trials[:1], {trials[0].key: result()})
+    file.path.write_text(file.path.read_text() + "abc,def\n")
     with pytest.raises(UserError, match=r"kept.csv:3: must have the columns key, .*; delete this line"):
-        read_results(path)
+        file.read()
+
+
+def test_a_trial_is_kept_once_it_has_all_measurements(open_small_grid: OpenGrid, tmp_path: Path) -> None:
+    file, trials = ResultsFile(tmp_path / "kept.csv", ("robustness/a", "robustness/b")), open_small_grid().trials
+    half, whole = METRICS | {"robustness/a": 1.5}, METRICS | {"robustness/a": 1.5, "robustness/b": 0.0}
+    file.add(trials, {trials[0].key: replace(result(), metrics=half), trials[1].key: replace(result(), metrics=whole)})
+    assert {key: one.metrics for key, one in file.read().items()} == {trials[1].key: whole}
