@@ -182,18 +182,16 @@ def evaluate_checkpoint(
     images: Dataset,
     transform: Transform,
     ended: Callable[[], None] = lambda: None,
-    batch: int | None = None,
 ) -> Evaluation:
-    """Measures exact accuracy and loss over all images, on a GPU if there is one. `batch` is that of validation by default, and
-    `ended` is called after each batch.
+    """Measures exact accuracy and loss over all images, on a GPU if there is one. `ended` is called after each batch.
 
-    With the images, transform and batch size of its trial, and on the same hardware, the results equal those of the trial's
-    validation if it had one worker.
+    With the images and transform of its trial, and on the same hardware, the results equal those of the trial's validation if
+    it had one worker.
 
     Raises:
         DataError: an image cannot be used.
     """
-    loader = evaluation_loader(opened, images, transform, batch or opened.config.recipe.images_at_once())
+    loader = evaluation_loader(opened, images, transform, opened.config.recipe.images_at_once())
     loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), loader, ended)
     return Evaluation(
         checkpoint=str(opened.path),

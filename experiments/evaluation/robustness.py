@@ -5,9 +5,10 @@ A protocol is a list of conditions under which networks are tested, each with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.config.grid import ProtocolName
-from experiments.evaluation.evaluate import LoadedModel, evaluate_checkpoint, evaluation_loader
+from experiments.evaluation.evaluate import LoadedModel, evaluation_loader
 from experiments.training.device import available_device, explain_oom
 from experiments.training.images import transform
+from experiments.training.metrics import Batches, evaluate
 from pipelines import Dataset, Transform
 from san.nn import fold
 
@@ -29,8 +31,25 @@ TITLES = {"success": "success", "top1": "top-1", "top5": "top-5"}
 
 BatchEnded = Callable[[], None]
 """Called after each batch."""
-Measure = Callable[[LoadedModel, Dataset, int, BatchEnded], Numbers]
-"""Measures a network under a condition on all images, in batches of the given size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A network, and the images on which it is measured."""
+
+    network: nn.Module
+    """In evaluation mode; its parameters need no gradients."""
+    transform: Transform
+    labels: Sequence[int]
+    classes: int
+    seed: int
+    """Chooses the targets of attacks."""
+    images: Callable[[Transform], Batches]
+    """The images after a transform, in the order of their labels."""
+
+
+Measure = Callable[[Subject, BatchEnded], Numbers]
+"""Measures a network under a condition on all images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +108,15 @@ def measured(
     batch = max(min(recipe.images_at_once(resources.workers), len(images)), 1)
     for condition in conditions:
         with explain_oom(opened.config, available_device()), shown(condition.name, len(images), batch) as ended:
-            numbers = condition.measure(opened, images, batch, ended)
+            numbers = condition.measure(subject_of(opened, images, batch), ended)
         yield condition, numbers
+
+
+def subject_of(opened: LoadedModel, images: Dataset, batch: int) -> Subject:
+    """The folded network of a checkpoint and images that the loader reads, `batch` at a time."""
+    network = fold(opened.model.eval()).to(available_device())
+    load = partial(evaluation_loader, opened, images, batch=batch)
+    return Subject(network, transform(opened.config.data), images.labels, len(images.classes), opened.seed, load)
 
 
 def percentages(numbers: Mapping[str, float]) -> str:
@@ -108,10 +134,10 @@ class Rotation:
 
     manipulation: str
 
-    def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: BatchEnded) -> Numbers:
-        turned = replace(transform(opened.config.data), manipulation=self.manipulation)
-        evaluation = evaluate_checkpoint(opened, images, turned, ended, batch)
-        return {"top1": evaluation.top1, "top5": evaluation.top5}
+    def __call__(self, subject: Subject, ended: BatchEnded) -> Numbers:
+        turned = replace(subject.transform, manipulation=self.manipulation)
+        scores = evaluate(subject.network, subject.images(turned), ended)
+        return {"top1": scores.top1, "top5": scores.top5}
 
 
 def _rotation(name: str, manipulation: str) -> Condition:
@@ -163,14 +189,13 @@ class Attack:
     step: int
     steps: int
 
-    def __call__(self, opened: LoadedModel, images: Dataset, batch: int, ended: BatchEnded) -> Numbers:
-        normalized = transform(opened.config.data)
-        pixels = replace(normalized, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # exact pixels
-        loader = evaluation_loader(opened, images, pixels, batch)
-        network = OnPixels(fold(opened.model), normalized).eval().to(loader.device)
-        targets_N = targets(np.asarray(images.labels), len(images.classes), opened.seed).to(loader.device)
-        hits, seen = torch.zeros(2, dtype=torch.int64, device=loader.device), 0
-        for pixels_NCHW, labels_N in loader.epoch(0):
+    def __call__(self, subject: Subject, ended: BatchEnded) -> Numbers:
+        pixels = replace(subject.transform, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # exact pixels
+        images = subject.images(pixels)
+        network = OnPixels(subject.network, subject.transform).eval().to(images.device)
+        targets_N = targets(np.asarray(subject.labels), subject.classes, subject.seed).to(images.device)
+        hits, seen = torch.zeros(2, dtype=torch.int64, device=images.device), 0
+        for pixels_NCHW, labels_N in images.epoch(0):
             wanted_N = targets_N[seen : seen + len(labels_N)]  # validation keeps the order of the dataset
             seen += len(labels_N)
             predicted_N = predictions(network, self.attacked(network, pixels_NCHW, wanted_N))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.runs.summary import Epoch
-from pipelines import Loader
 
 
 @dataclass(slots=True)
@@ -96,12 +95,21 @@ class Accuracy:
         return Scores(loss / images, 100 * top1 / images, 100 * top5 / images, int(images), confusion)
 
 
+class Batches(Protocol):
+    """Images and labels on a device, as a `Loader` has them."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]: ...
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: Loader, step_ended: Callable[[], None]) -> Scores:
+def evaluate(model: nn.Module, batches: Batches, step_ended: Callable[[], None]) -> Scores:
     """`Accuracy.over_workers` of a whole split; `step_ended` is called after each batch."""
     model.eval()
-    accuracy = Accuracy(loader.device)
-    for images_NCHW, labels_N in loader.epoch(0):
+    accuracy = Accuracy(batches.device)
+    for images_NCHW, labels_N in batches.epoch(0):
         accuracy.add(model(images_NCHW), labels_N)
         step_ended()
     return accuracy.over_workers()

@@ -2,6 +2,7 @@
 
     python -m tests.gpu.study OUT --budget 600 --grid position --grid relation --known docs/results/cifar10/trials.csv
     python -m tests.gpu.study OUT --budget 600 --profile cifar10-full --grid pretrained --checkpoints
+    python -m tests.gpu.study OUT --budget 600 --seeds 5 --grid rotation --robustness
 
 Model, recipe and engine are those of `san run`, and so is a trial's key; CUDA graphs are on. KEY=VALUE, such as
 data.root=FOLDER, changes the profile. Only the loader differs: the images stay in the memory of the GPU, torch enlarges them,
@@ -10,7 +11,8 @@ and torch's random numbers choose crops and order. A grid's `early_stopping` has
 Trials of the rows with the fewest finished seeds come first; those in `--known` or OUT/trials.csv are finished. Each trial is
 appended to OUT/trials.csv when it ends, with the columns of the study's trials.csv, the hardware, the loader and the revision.
 A trial starts only if one like the longest so far would end before the budget does. With `--checkpoints`, OUT/TRIAL.pt is a
-checkpoint that `san evaluate` reads, and in the trial's folder of checkpoints, `make weights`.
+checkpoint that `san evaluate` reads, and in the trial's folder of checkpoints, `make weights`. With `--robustness`, networks
+are also measured on rotated and attacked images; OUT/trials-robustness.csv then takes the place of OUT/trials.csv.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,11 +36,12 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from experiments.config.config import RecipeConfig
+from experiments.config.config import DataConfig, RecipeConfig
 from experiments.config.expand import expand, grid_path, profile_path
 from experiments.config.grid import GridRequest, Trial
 from experiments.config.imports import import_sources
 from experiments.errors import UserError
+from experiments.evaluation.robustness import METRICS, PROTOCOLS, Subject
 from experiments.paper.tables import table_names
 from experiments.runs.provenance import git_commit
 from experiments.runs.summary import Epoch
@@ -45,10 +50,11 @@ from experiments.training.augment import Augmentation
 from experiments.training.checkpoint import Checkpoint, Origin
 from experiments.training.engine import Engine, join_process_group, numerics
 from experiments.training.images import data_digest, open_data, transform
-from experiments.training.metrics import Accuracy, RunningEpoch, Scores
+from experiments.training.metrics import RunningEpoch, evaluate
 from pipelines import Dataset, Transform
+from pipelines.transform import MANIPULATIONS
+from san.nn import fold
 
-COLUMNS = (*CSV_COLUMNS, "hardware", "loader", "revision")
 LACKING = "init", "class_weights", "patience"
 """Settings of a recipe that this program does not implement."""
 Part = tuple[Tensor, Tensor]
@@ -83,13 +89,31 @@ def training_batches(part: Part, settings: Transform, batch: int) -> Iterator[Pa
         yield normalized(cut, settings), labels_N[chosen_B]
 
 
-@torch.no_grad()
-def validate(engine: Engine, part: Part, settings: Transform, batch: int) -> Scores:
-    engine.model.eval()
-    accuracy = Accuracy(part[1].device)
-    for images_NCHW, labels_N in zip(*(x.split(batch) for x in part), strict=True):
-        accuracy.add(engine.model(normalized(images_NCHW, settings)), labels_N)
-    return accuracy.over_workers()
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The images of a part in their order."""
+
+    part: Part
+    settings: Transform
+
+    @property
+    def device(self) -> torch.device:
+        return self.part[1].device
+
+    def epoch(self, number: int) -> Iterator[Part]:
+        for images_NCHW, labels_N in zip(*(x.split(500) for x in self.part), strict=True):
+            yield MANIPULATIONS[self.settings.manipulation](normalized(images_NCHW, self.settings)), labels_N
+
+
+def robustness(checkpoint: Checkpoint, part: Part, settings: Transform) -> dict[str, float]:
+    """The numbers of all protocols by their names in the tracker."""
+    network = fold(checkpoint.model().eval()).requires_grad_(False).to(part[1].device)
+    classes, seed = len(checkpoint.origin.classes), checkpoint.origin.seed
+    subject = Subject(network, settings, part[1].tolist(), classes, seed, partial(Batches, part))
+    found: dict[str, float] = {}
+    for condition in (one for protocol in PROTOCOLS.values() for one in protocol.conditions):
+        found |= condition.metrics(condition.measure(subject, lambda: None))
+    return found
 
 
 class Trainer:
@@ -99,14 +123,19 @@ class Trainer:
         self.device = device
         self._parts: tuple[object, Part, Part] | None = None
 
+    def parts(self, config: DataConfig) -> tuple[Part, Part]:
+        """The padded images to train on, and those to validate on."""
+        if self._parts is None or self._parts[0] != config:
+            size, (training, validation) = transform(config).size, open_data(config)
+            images = load(training, size, config.crop_padding or 0, self.device)
+            self._parts = config, images, load(validation, size, 0, self.device)
+        return self._parts[1:]
+
     def train(self, trial: Trial) -> Checkpoint:
         """Prints a line after each epoch."""
         config, recipe, settings, device = trial.config, trial.config.recipe, transform(trial.config.data), self.device
-        training, validation = open_data(config.data)
-        if self._parts is None or self._parts[0] != config.data:
-            images = load(training, settings.size, config.data.crop_padding or 0, device)
-            self._parts = config.data, images, load(validation, settings.size, 0, device)
-        _, images, held_out = self._parts
+        training, _ = open_data(config.data)
+        images, held_out = self.parts(config.data)
         torch.manual_seed(trial.seed)
         model = config.model.spec().build(len(training.classes)).to(device)
         if recipe.drop_path:
@@ -123,7 +152,7 @@ class Trainer:
             running.loss, running.hits = sums_2.tolist()
             running.seconds = time.perf_counter() - began
             is_due = (number + 1) % recipe.validate_every_n_epochs == 0 or number + 1 == recipe.epochs
-            scores = validate(engine, held_out, settings, 500) if is_due else None
+            scores = evaluate(engine.model, Batches(held_out, settings), lambda: None) if is_due else None
             history.append(running.finished(len(training), scores))
             print(trial.name, history[-1], flush=True)
         origin = Origin(
@@ -132,8 +161,8 @@ class Trainer:
         return Checkpoint(trial.key, origin, tuple(history), RunningEpoch(recipe.epochs, engine.lr), engine.state_dict())
 
 
-def work(trials: Connection, folder: Path | None) -> None:
-    """A process: trains what it receives, and sends back the line for the file."""
+def work(trials: Connection, folder: Path | None, measured: Sequence[str]) -> None:
+    """A process: trains what it receives, and sends back the line for the file, with the given numbers of the protocols."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     trainer = Trainer(device)
@@ -147,20 +176,25 @@ def work(trials: Connection, folder: Path | None) -> None:
         import_sources(trial.imports)
         began = time.perf_counter()
         with numerics(trial.config.engine, device):
-            checkpoint = trainer.train(trial)
-        seconds, last = time.perf_counter() - began, checkpoint.history[-1]
+            checkpoint, data = trainer.train(trial), trial.config.data
+            seconds, last = time.perf_counter() - began, checkpoint.history[-1]
+            found = robustness(checkpoint, trainer.parts(data)[1], transform(data)) if measured else {}
         if folder is not None:
             (folder / f"{trial.name}.pt").write_bytes(checkpoint.as_bytes())
         ended = datetime.now(UTC).isoformat(timespec="seconds")
-        metrics = last.top1, last.top5, last.val_loss, last.train_loss, last.images_per_second
+        metrics = last.top1, last.top5, last.val_loss, last.train_loss, last.images_per_second, *(found[x] for x in measured)
         numbers = (f"{value:.6g}" for value in metrics if value is not None)
         line = [trial.key, f"{trial.grid}/{trial.name}", len(checkpoint.history), f"{seconds:.0f}", ended, *numbers]
         trials.send([*line, hardware, "GPU memory" if device.type == "cuda" else "memory", git_commit()])
 
 
+def measured_by(options: argparse.Namespace) -> tuple[str, ...]:
+    return METRICS if options.robustness else ()
+
+
 def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
     """The trials that are not finished, those of rows with the fewest finished seeds first; one for each key."""
-    finished = {key for file in options.known for key in ResultsFile(file).read()}
+    finished = {key for path in options.known for key in ResultsFile(path, measured_by(options)).read()}
     found: dict[str, Trial] = {}
     seeds: Counter[tuple[str, str]] = Counter()
     for name in grids:
@@ -195,17 +229,17 @@ def run(trials: list[Trial], options: argparse.Namespace) -> None:
     end, context = time.monotonic() + options.budget, get_context("spawn")
     longest = 0.0
     began: dict[Connection, float] = {}
-    file = options.out / "trials.csv"
+    file = options.known[-1]
     is_new, waiting = not file.exists(), list(trials)
     with open(file, "a", encoding="utf-8", newline="") as output:
         writer = csv.writer(output, lineterminator="\n")
         if is_new:
-            writer.writerow(COLUMNS)
+            writer.writerow((*CSV_COLUMNS, *measured_by(options), "hardware", "loader", "revision"))
         folder = options.out if options.checkpoints else None
         ours: dict[Connection, object] = {}
         for _ in range(min(options.processes, len(trials))):
             here, there = context.Pipe()
-            process = context.Process(target=work, args=(there, folder), daemon=True)
+            process = context.Process(target=work, args=(there, folder, measured_by(options)), daemon=True)
             process.start()
             there.close()
             ours[here] = process
@@ -239,10 +273,11 @@ def main() -> None:
     parser.add_argument("--known", type=Path, action="append", default=[], help="CSV file of finished trials")
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--checkpoints", action="store_true")
+    parser.add_argument("--robustness", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    options.known.append(options.out / "trials.csv")
+    options.known.append(options.out / ("trials-robustness.csv" if options.robustness else "trials.csv"))
     try:
         trials = missing(options.grid, options)
     except UserError as error:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from experiments.config.config import PROJECT_DIR
 from experiments.errors import UserError
+from experiments.evaluation.robustness import METRICS
 from experiments.tracking.results_file import ResultsFile
 from experiments.training.checkpoint import Checkpoint
 from tests.gpu.study import missing
@@ -51,7 +52,7 @@ def images(tmp_path: Path) -> Path:
 
 def options(images: Path, *more: str) -> argparse.Namespace:
     keys = [f"data.root={images}", "data.train_per_class=null", *more]
-    return argparse.Namespace(known=[], profile="cifar10", seeds=None, overrides=keys)
+    return argparse.Namespace(known=[], robustness=False, profile="cifar10", seeds=None, overrides=keys)
 
 
 def test_trials_on_a_gpu_have_the_keys_of_those_on_a_cpu(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +100,10 @@ def test_missing_trials_are_appended_and_continue(tmp_path: Path, images: Path) 
     assert len(ResultsFile(out / "trials.csv").read()) == 6
     last = (out / "trials.csv").read_text().splitlines()
     assert last[0].endswith("hardware,loader,revision") and [line.split(",")[10] for line in last[1:]] == ["CPU"] * 6
+
+    assert "3 trials are missing" in study("--budget", "600", "--seeds", "1", "--robustness")
+    measured = ResultsFile(out / "trials-robustness.csv", METRICS).read()
+    assert measured.keys() == first.keys()
+    for result in measured.values():
+        assert result.metrics.keys() >= set(METRICS)
+        assert result.metrics["robustness/none/top1"] == pytest.approx(result.metrics["val/top1"], abs=1e-3)

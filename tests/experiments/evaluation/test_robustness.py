@@ -23,7 +23,18 @@ from cluster.errors import LostError
 from experiments.cli.run import run
 from experiments.config.grid import GridRequest
 from experiments.evaluation.evaluate import LoadedModel, evaluation_loader, open_checkpoint, open_images
-from experiments.evaluation.robustness import PROTOCOLS, Attack, OnPixels, Rotation, predictions, targets, within
+from experiments.evaluation.robustness import (
+    PROTOCOLS,
+    Attack,
+    Measure,
+    OnPixels,
+    Rotation,
+    Subject,
+    predictions,
+    subject_of,
+    targets,
+    within,
+)
 from experiments.report.data import grid_report
 from experiments.runner import execute
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
@@ -47,6 +58,11 @@ def opened(trained: Trained) -> LoadedModel:
     return found
 
 
+def subject(trained: Trained, batch: int) -> Subject:
+    found = opened(trained)
+    return subject_of(found, open_images(found), batch)
+
+
 def pixels_of(trained: Trained) -> tuple[OnPixels, Tensor, Tensor, Tensor]:
     """The trained network on pixels, the 120 images, their labels and their targets."""
     found = opened(trained)
@@ -68,13 +84,13 @@ def pixels_of(trained: Trained) -> tuple[OnPixels, Tensor, Tensor, Tensor]:
     ],
     ids=str,
 )
-def test_batch_size_changes_results_only_by_rounding(measure: Callable[..., dict[str, float]], trained: Trained) -> None:
+def test_batch_size_changes_results_only_by_rounding(measure: Measure, trained: Trained) -> None:
     """In float32, batches of other sizes are summed in another order. This may change the class of an image and the signs of an
     attack's tiny gradients. In float64, rounding is too small for that."""
     found = opened(trained)
     found.model.double().register_forward_pre_hook(lambda model, inputs: (inputs[0].double(),))
     images = open_images(found)
-    numbers = [measure(found, images, batch, lambda: None) for batch in (7, 64, 120)]
+    numbers = [measure(subject_of(found, images, batch), lambda: None) for batch in (7, 64, 120)]
     assert numbers[0] == numbers[1] == numbers[2]
 
 
@@ -82,7 +98,7 @@ def test_batch_size_changes_results_only_by_rounding(measure: Callable[..., dict
 def test_rotation_measures_accuracy_on_rotated_images(manipulation: str, trained: Trained) -> None:
     network, pixels, labels, _ = pixels_of(trained)
     answers = predictions(network, MANIPULATIONS[manipulation](pixels))
-    found = Rotation(manipulation)(opened(trained), open_images(opened(trained)), 64, lambda: None)
+    found = Rotation(manipulation)(subject(trained, 64), lambda: None)
     assert found["top1"] == pytest.approx(100 * (answers == labels).double().mean().item(), abs=1e-9)
     assert found["top5"] >= found["top1"]
 
@@ -90,7 +106,7 @@ def test_rotation_measures_accuracy_on_rotated_images(manipulation: str, trained
 def test_undisturbed_accuracy_equals_validation(trained: Trained) -> None:
     metrics = trained.result.metrics
     for protocol in PROTOCOLS.values():
-        numbers = protocol.conditions[0].measure(opened(trained), open_images(opened(trained)), 64, lambda: None)
+        numbers = protocol.conditions[0].measure(subject(trained, 64), lambda: None)
         assert (numbers["top1"], numbers["top5"]) == (metrics["val/top1"], metrics["val/top5"])
 
 
@@ -253,7 +269,7 @@ def test_attack_matches_foolbox(attack: Attack, trained: Trained) -> None:
 def test_success_and_accuracy_are_shares_of_all_images(trained: Trained) -> None:
     """In several batches; rounding can change the class of an image."""
     network, pixels, labels, wanted = pixels_of(trained)
-    found = LARGE(opened(trained), open_images(opened(trained)), 50, lambda: None)
+    found = LARGE(subject(trained, 50), lambda: None)
     answers = predictions(network, LARGE.attacked(network, pixels, wanted))
     for name, right in (("success", wanted), ("top1", labels)):
         assert found[name] == pytest.approx(100 * (answers == right).double().mean().item(), abs=1)
