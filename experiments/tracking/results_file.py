@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -45,28 +46,30 @@ class ResultsFile:
         Raises:
             UserError: the file was edited; the message names the line.
         """
-        if not self.path.exists():
-            return {}
         results = {}
-        with open(self.path, encoding="utf-8", newline="") as file:
+        with open(self.path, encoding="utf-8", newline="") if self.path.exists() else io.StringIO() as file:
             reader = csv.DictReader(file)
+            expected = f"expected a CSV file with the columns {', '.join(self.columns)}"
+            if not set(self.columns) <= set(reader.fieldnames or self.columns):
+                raise UserError(f"{self.path}: {expected}; choose another file")
             for row in reader:
                 try:
                     metrics = {name: float(row[column]) for column, name in self._metrics.items() if row[column]}
                     ended = datetime.fromisoformat(row["ended"]).timestamp()
                     results[row["key"]] = Result("", True, metrics, float(row["seconds"]), ended)
-                except (KeyError, TypeError, ValueError):
-                    expected = f"must have the columns {', '.join(self.columns)}"
+                except (TypeError, ValueError):
                     raise UserError(f"{self.path}:{reader.line_num}: {expected}; delete this line") from None
         return results
 
     def add(self, trials: Iterable[Trial], results: Mapping[str, Result]) -> None:
-        """Appends the trials that are finished and measured, and not in the file yet."""
-        known, is_new = set(self.read()), not self.path.exists()
-        with open(self.path, "a", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if is_new:
-                writer.writerow(self.columns)
+        """Appends the trials that are finished and measured, and not in the file yet. Other columns of the file stay empty."""
+        known = set(self.read())
+        with open(self.path, "a+", encoding="utf-8", newline="") as file:
+            file.seek(0)
+            header = next(csv.reader(file), None)
+            writer = csv.DictWriter(file, header or self.columns, restval="", lineterminator="\n")
+            if header is None:
+                writer.writeheader()
             for trial in trials:
                 result = results.get(trial.key)
                 if trial.key in known or result is None or not result.finished:
@@ -76,6 +79,6 @@ class ResultsFile:
                 known.add(trial.key)
                 ended = datetime.fromtimestamp(result.ended, UTC).isoformat(timespec="seconds")
                 name, epochs = f"{trial.grid}/{trial.name}", trial.config.recipe.epochs
-                values = (result.metrics.get(metric) for metric in self._metrics.values())
-                numbers = ("" if value is None else f"{value:.6g}" for value in values)
-                writer.writerow([trial.key, name, epochs, f"{result.seconds:.0f}", ended, *numbers])
+                found = {"key": trial.key, "trial": name, "epochs": epochs, "seconds": f"{result.seconds:.0f}", "ended": ended}
+                numbers = {column: result.metrics.get(metric) for column, metric in self._metrics.items()}
+                writer.writerow(found | {column: f"{x:.6g}" for column, x in numbers.items() if x is not None})

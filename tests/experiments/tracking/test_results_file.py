@@ -1,5 +1,6 @@
 """Results as a CSV file."""
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,11 +31,23 @@ def test_finished_trials_are_read_as_they_were_added(open_small_grid: OpenGrid, 
         assert (one.finished, one.metrics, one.seconds, one.ended) == (True, METRICS, 93.0, 1_700_000_000.0)
 
 
+def test_other_columns_are_kept(open_small_grid: OpenGrid, tmp_path: Path) -> None:
+    """As in a file to which `tests.gpu.study` has added."""
+    file, trials = ResultsFile(tmp_path / "kept.csv"), open_small_grid().trials
+    file.add(trials[:1], {trials[0].key: result()})
+    header, line = file.path.read_text().splitlines()
+    file.path.write_text(f"{header},hardware\n{line},CPU\n")
+    file.add(trials, {trials[1].key: result()})
+    with open(file.path) as lines:
+        assert [row["hardware"] for row in csv.DictReader(lines)] == ["CPU", ""]
+    assert len(file.read()) == 2
+
+
 def test_edited_file_is_named_with_its_line(open_small_grid: OpenGrid, tmp_path: Path) -> None:
     file, trials = ResultsFile(tmp_path / "kept.csv"), open_small_grid().trials
     file.add(trials[:1], {trials[0].key: result()})
     file.path.write_text(file.path.read_text() + "abc,def\n")
-    with pytest.raises(UserError, match=r"kept.csv:3: must have the columns key, .*; delete this line"):
+    with pytest.raises(UserError, match=r"kept.csv:3: .* the columns key, .*; delete this line"):
         file.read()
 
 
@@ -43,3 +56,14 @@ def test_a_trial_is_kept_once_it_has_all_measurements(open_small_grid: OpenGrid,
     half, whole = METRICS | {"robustness/a": 1.5}, METRICS | {"robustness/a": 1.5, "robustness/b": 0.0}
     file.add(trials, {trials[0].key: replace(result(), metrics=half), trials[1].key: replace(result(), metrics=whole)})
     assert {key: one.metrics for key, one in file.read().items()} == {trials[1].key: whole}
+
+
+def test_other_files_are_refused_and_empty_ones_used(open_small_grid: OpenGrid, tmp_path: Path) -> None:
+    file, trials = ResultsFile(tmp_path / "kept.csv"), open_small_grid().trials
+    file.path.write_text("name,age\n")
+    with pytest.raises(UserError, match=r"kept.csv: .* the columns key, .*; choose another file"):
+        file.add(trials, {trials[0].key: result()})
+    assert file.path.read_text() == "name,age\n"
+    file.path.write_text("")
+    file.add(trials, {trials[0].key: result()})
+    assert set(file.read()) == {trials[0].key}
