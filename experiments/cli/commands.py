@@ -222,8 +222,9 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
     "--results",
     "kept",
     type=FilePath(),
-    help="CSV file of finished trials, which are not trained again. Robustness is in a file beside it, as in "
-    "trials-robustness.csv.  [default: docs/results/PROFILE/trials.csv]",
+    help="CSV file of finished trials, which are not trained again. Robustness goes to a second file, such as "
+    "trials-robustness.csv; networks that are not in it are trained again if their checkpoints are not in the store.  "
+    "[default: docs/results/PROFILE/trials.csv]",
 )
 @click.option("--train/--no-train", default=True, help="Train missing trials, or only collect results and write the page.")
 @TAKE_OVER

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -10,10 +9,10 @@ from pathlib import Path
 
 from experiments.config.grid import GridRequest
 from experiments.errors import UserError
-from experiments.evaluation.robustness import METRICS, PROTOCOLS
+from experiments.evaluation.robustness import PROTOCOLS, ROBUSTNESS_METRICS
 from experiments.paper.tables import paper_claims
 from experiments.report.data import grid_report
-from experiments.report.study import section_of, write_study
+from experiments.report.study import Section, write_study
 from experiments.report.write import print_report
 from experiments.runner.execute import execute, measure, prepare, train
 from experiments.runner.grid_run import GridRun, is_finished, known_results, open_grid_run, print_status
@@ -48,43 +47,48 @@ def study(request: GridRequest, address: str | None, page: Path, kept: Path, tra
     Returns whether all trials are finished. Of grids with a protocol, only the rows in claims are trained and measured.
 
     Results are added to the file `kept` after each grid, and those with all numbers of the protocols to a file beside it, as in
-    `trials-robustness.csv`. Trials in these files count as finished, wherever they were trained. Without `trains`, nothing is
-    trained or measured: finished trials are added to the files, and the page is written.
+    `trials-robustness.csv`. Trials in these files count as finished, wherever they were trained; a network that is only in the
+    first one is trained again to measure it, unless its checkpoint is in the store. Without `trains`, nothing is trained or
+    measured: finished trials are added to the files, and the page is written.
 
     Raises:
         UserError: as `open_grid_run` and `run`, before training starts.
     """
-    for path, option in ((page, "--page"), (kept, "--results")):
+    trained, measured = ResultsFile(kept), ResultsFile(kept.with_stem(f"{kept.stem}-robustness"), ROBUSTNESS_METRICS)
+    for path, option in ((page, "--page"), (kept, "--results"), (measured.path, "--results")):
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
             raise UserError(f"{path}: cannot write this file; choose another one with {option}")
-    trained, measured = ResultsFile(kept), ResultsFile(kept.with_stem(f"{kept.stem}-robustness"), METRICS)
+    for file in (trained, measured):
+        file.read()
     grid_runs, files = list[GridRun](), dict[str, ResultsFile]()
     for name, claims in paper_claims().items():
-        files[name] = measured if name in PROTOCOLS else trained
         compared = dict.fromkeys(row for claim in claims for row in (claim.better, claim.worse))
-        only = tuple(compared) if name in PROTOCOLS else ()
+        only, files[name] = (tuple(compared), measured) if name in PROTOCOLS else ((), trained)
         grid_runs.append(open_grid_run(replace(request, grid=request.grid / f"{name}.yaml", only=only)))
     for grid_run in grid_runs:
-        if trains:
-            _complete(grid_run, files[grid_run.name], address)
-        files[grid_run.name].add(grid_run.selected, retry(functools.partial(known_results, grid_run)))
+        results = _complete(grid_run, files[grid_run.name], address) if trains else known_results(grid_run)
+        files[grid_run.name].add(grid_run.selected, results)
     training, validation = open_data(grid_runs[0].trials[0].config.data)
-    sections = [section_of(grid_run, files[grid_run.name].read()) for grid_run in grid_runs]
-    pages = write_study(sections, page, len(training), len(validation))
-    print_status(f"study: {pages[0]}")
+    sections = [Section(grid_run, files[grid_run.name].read()) for grid_run in grid_runs]
+    write_study(sections, page, len(training), len(validation))
+    print_status(f"study: {page}")
     return all(is_finished(section.results, trial) for section in sections for trial in section.grid_run.selected)
 
 
-def _complete(grid_run: GridRun, file: ResultsFile, address: str | None) -> None:
-    """Trains and measures what neither the store nor the file has."""
+def _complete(grid_run: GridRun, file: ResultsFile, address: str | None) -> dict[str, Result]:
+    """Trains and measures what neither the store nor the file has. Returns the results in both."""
 
     def known() -> dict[str, Result]:
         return known_results(grid_run) | file.read()
 
-    if missing := {trial.key: trial for trial, _ in to_train(grid_run, known())}:
+    results = known()
+    if missing := {trial.key: trial for trial, _ in to_train(grid_run, results)}:
         print_status(f"grid {grid_run.name}, profile {grid_run.profile}: {trial_count(len(missing))} to train")
         train(grid_run, missing, address)
-    if unmeasured := missing_measurements(grid_run, retry(known)):
+        results = retry(known)
+    if unmeasured := missing_measurements(grid_run, results):
         measure(grid_run, unmeasured, address)
+        results = retry(known)
+    return results

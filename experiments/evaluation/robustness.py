@@ -264,5 +264,5 @@ ATTACK = Protocol(
 PROTOCOLS: dict[ProtocolName, Protocol] = {"rotation": ROTATION, "attack": ATTACK}
 
 _CONDITIONS = [condition for protocol in PROTOCOLS.values() for condition in protocol.conditions]
-METRICS = tuple(dict.fromkeys(condition.metric(number) for condition in _CONDITIONS for number in condition.numbers))
+ROBUSTNESS_METRICS = tuple(dict.fromkeys(condition.metric(number) for condition in _CONDITIONS for number in condition.numbers))
 """The numbers of all protocols by their names in the tracker."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiments.config.config import DataConfig
-from experiments.config.grid import Trial
-from experiments.evaluation.robustness import PROTOCOLS, ROTATION, Protocol
+from experiments.config.grid import ProtocolName, Trial
+from experiments.evaluation.robustness import PROTOCOLS, ROTATION
 from experiments.paper.tables import PaperClaim, paper_claims, paper_numbers, paper_rows
 from experiments.report import interval
-from experiments.report.data import TableRow, table_rows
+from experiments.report.data import table_rows
 from experiments.report.interval import Interval, Spread
 from experiments.report.plots import save_plot
 from experiments.report.tables import Table
@@ -36,26 +36,38 @@ Numbers = Mapping[str, float]
 """The numbers of a trial, or those of a row in the paper: `top1`, or the columns of the paper's table of a protocol."""
 
 
-def _drop(numbers: Numbers) -> float:
-    unchanged, *turned = (numbers[f"{condition.name}_top1"] for condition in ROTATION.conditions)
-    return unchanged - statistics.fmean(turned)
+def _turned(numbers: Numbers) -> float:
+    return statistics.fmean(numbers[f"{condition.name}_top1"] for condition in ROTATION.conditions[1:])
 
 
 class Score(NamedTuple):
-    """What an ordering compares, in percent or percentage points."""
+    """A number of a row, in percent or percentage points."""
 
     words: str
-    sign: int
-    """1 if more is better, -1 if less is."""
     of: Callable[[Numbers], float]
+    sign: int = 1
+    """-1 if less is better."""
 
 
 SCORES: Mapping[str, Score] = {
-    "top1": Score("top-1", 1, itemgetter("top1")),
-    "drop": Score("top-1 lost by rotation, mean of four", -1, _drop),
-    "n4_success": Score("success of attacks in 4 steps", -1, itemgetter("n4_success")),
-    "n4_top1": Score("top-1 under them", 1, itemgetter("n4_top1")),
+    "top1": Score("top-1", itemgetter("top1")),
+    "turned": Score("top-1, mean of three rotations and a flip", _turned),
+    "drop": Score("lost", lambda numbers: round(numbers["none_top1"] - _turned(numbers), 6), sign=-1),
+    **{
+        name: Score(words, itemgetter(name), sign)
+        for name, words, sign in (
+            ("none_top1", "top-1, unchanged images", 1),
+            ("clean_top1", "top-1, unchanged images", 1),
+            ("n4_success", "success of attacks in 4 steps", -1),
+            ("n4_top1", "top-1 under these attacks", 1),
+        )
+    },
 }
+SHOWN: Mapping[ProtocolName, Sequence[str]] = {
+    "rotation": ("none_top1", "turned", "drop"),
+    "attack": ("clean_top1", "n4_success", "n4_top1"),
+}
+"""The scores in the table of a protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +77,6 @@ class Section:
     grid_run: GridRun
     results: Mapping[str, Result]
     """By content hash; may hold other grids' too."""
-    rows: Sequence[TableRow]
 
     @property
     def table(self) -> str:
@@ -77,10 +88,9 @@ class Section:
         return paper_claims()[self.table]
 
     @property
-    def protocol(self) -> Protocol | None:
-        """The protocol of a table of robustness."""
-        name = self.grid_run.grid.robustness
-        return None if name is None else PROTOCOLS[name]
+    def protocol(self) -> ProtocolName | None:
+        """None for an ablation."""
+        return self.grid_run.grid.robustness
 
     @property
     def models(self) -> dict[str, str]:
@@ -101,7 +111,7 @@ class Section:
             return {"top1": metrics["val/top1"]}
         return {
             f"{condition.name}_{name}": number
-            for condition in self.protocol.conditions
+            for condition in PROTOCOLS[self.protocol].conditions
             for name, number in condition.numbers_in(metrics).items()
         }
 
@@ -133,24 +143,19 @@ class Finding:
         return CONFIRMED if self.gap.low > 0 else REVERSED
 
 
-def section_of(grid_run: GridRun, results: Mapping[str, Result]) -> Section:
-    """The section of a grid that is a table of the paper."""
-    return Section(grid_run, results, table_rows(grid_run, results))
-
-
 Spreads = Mapping[tuple[str, str], Spread | None]
 """The standard deviation between seeds, for each score and name of a model, such as `top1` and `san10_pairwise`."""
 
 
 def spreads_of(sections: Sequence[Section]) -> Spreads:
     """From all rows with the same model; a row that is in several tables counts once."""
-    found: dict[tuple[str, str], dict[frozenset[str], Sequence[float]]] = {}
+    seeds: dict[tuple[str, str], dict[frozenset[str], Sequence[float]]] = {}
     for section in sections:
         for row, model in section.models.items():
             keys = frozenset(trial.key for trial, _ in section.finished if trial.row == row)
             for score in {claim.score for claim in section.claims}:
-                found.setdefault((score, model), {})[keys] = section.by_seed(row, score)
-    return {kind: interval.pooled(rows.values()) for kind, rows in found.items()}
+                seeds.setdefault((score, model), {})[keys] = section.by_seed(row, score)
+    return {kind: interval.pooled(rows.values()) for kind, rows in seeds.items()}
 
 
 def findings(section: Section, spreads: Spreads) -> list[Finding]:
@@ -179,14 +184,14 @@ def write_study(sections: Sequence[Section], path: Path, train_images: int, val_
         page += [f"## {section.table.capitalize()}", grid.question]
         if section.protocol is None and section.finished:
             files.append(path.with_name(f"study-{section.table}.png"))
-            save_plot(grid.plot, trials, section.rows, grid.question, files[-1])
+            save_plot(grid.plot, trials, table_rows(section.grid_run, section.results), grid.question, files[-1])
             page.append(f"![{grid.question} Our results next to those in the paper]({files[-1].name})")
         if section.protocol is not None:
             page.append(_scores(section))
         page.append(_orderings(orderings))
         trained = {trial.row for trial, _ in section.finished}
         if missing := [row for row in section.models if row not in trained]:
-            page.append(f"Not trained yet: {', '.join(missing)}.")
+            page.append(f"Not {'trained' if section.protocol is None else 'measured'} yet: {', '.join(missing)}.")
     page.append(_reading(sections, spreads))
     if (path.parent / PROFILE_PAGE).exists():
         page.append(f"[The profile's page]({PROFILE_PAGE}) describes images, discusses reversals and measures longer training.")
@@ -206,7 +211,7 @@ def _header(sections: Sequence[Section], found: Sequence[Finding], train_images:
     cpus, gpus = resources.workers * resources.cpus, resources.workers * resources.gpus
     hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
     tested = [section for section in sections if section.protocol is not None]
-    missing = [_missing(ablations, "trials"), _missing(tested, "networks to measure robustness")]
+    missing = [_missing(ablations, "trials"), _missing(tested, "networks in the tables of robustness")]
     lacking = f" {' and '.join(filter(None, missing))} are missing;" if any(missing) else ""
     verdicts = Counter(finding.verdict for finding in found)
     counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict] or verdict != OPEN)
@@ -233,20 +238,21 @@ def _reading(sections: Sequence[Section], spreads: Spreads) -> str:
     config = sections[0].grid_run.trials[0].config
     stages = getattr(config.model.spec(), "num_stages", None) or 5
     known = [f"{spread.deviation:.2f} for {model}" for (score, model), spread in spreads.items() if spread and score == "top1"]
-    estimate = f" ({', '.join(known)})" if known else ""
+    estimate = f" (of top-1: {', '.join(known)})" if known else ""
     return _paragraphs(f"""\
 ## How to read the verdicts
 
 A gap is a difference in percentage points, of top-1 unless the ordering names something else, with a 95% interval over seeds by
-Student's t; the standard deviation between seeds is that of all rows with the same kind of network{estimate}. An ordering is
-*confirmed* if the whole interval is above 0, *reversed* if it is below, and *inconclusive* otherwise; it is *open* until both
-rows have two seeds. By chance, about one interval in twenty misses the true gap. Where the paper says "much better", we test
-"better", and where it says "similar", nothing. The bars in the plots are intervals of single rows, from their own seeds only.
+Student's t; the standard deviation between seeds is that of all rows of the kind of table with the same kind of
+network{estimate}. An ordering is *confirmed* if the whole interval is above 0, *reversed* if it is below, and *inconclusive*
+otherwise; it is *open* until both rows have two seeds that differ. By chance, about one interval in twenty misses the true gap.
+Where the paper says "much better", we test "better", and where it says "similar", nothing. The bars in the plots, and the
+intervals in the tables of robustness, are those of single rows, from their own seeds only.
 
-**Limits.** The networks have {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint. The
-last map is {config.data.size >> stages} pixels wide, so large footprints cover most of it. Images, widths and length of
-training differ from the paper's. Intervals do not cover the choice of images. A reversed ordering does not contradict the
-paper's result on ImageNet.""")
+**Limits.** The networks have {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint.
+The last map is {config.data.size >> stages} pixels wide, so large footprints cover most of it. Images, widths and length of
+training differ from the paper's. Intervals do not cover the choice of images. A network that is less accurate on unchanged
+images has less to lose when they are rotated. A reversed ordering does not contradict the paper's result on ImageNet.""")
 
 
 def _paragraphs(text: str) -> str:
@@ -260,8 +266,9 @@ def _dataset(data: DataConfig) -> str:
 
 
 def _scores(section: Section) -> str:
-    """The table of a protocol, with the numbers that its orderings compare."""
-    scores = dict.fromkeys(claim.score for claim in section.claims)
+    """The table of a protocol."""
+    assert section.protocol is not None
+    scores = SHOWN[section.protocol]
     heading = ["", *(f"{SCORES[score].words}: {whose}" for score in scores for whose in ("paper", "ours"))]
     rows = []
     for row in section.models:
@@ -287,4 +294,4 @@ def _gap(gap: Interval | None) -> str:
     if gap is None:
         return "not enough seeds"
     digits = 2 if f"{abs(gap.middle):.2f}" != f"{gap.half_width:.2f}" else 3
-    return f"{gap.middle:+.{digits}f} ± {gap.half_width:.{digits}f}"
+    return f"{gap.middle:+z.{digits}f} ± {gap.half_width:.{digits}f}"

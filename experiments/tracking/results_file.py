@@ -36,10 +36,6 @@ class ResultsFile:
     def columns(self) -> tuple[str, ...]:
         return (*CSV_COLUMNS, *self.measured)
 
-    @property
-    def _metrics(self) -> dict[str, str]:
-        return METRICS | {name: name for name in self.measured}
-
     def read(self) -> dict[str, Result]:
         """The trials by key.
 
@@ -50,11 +46,12 @@ class ResultsFile:
         with open(self.path, encoding="utf-8", newline="") if self.path.exists() else io.StringIO() as file:
             reader = csv.DictReader(file)
             expected = f"expected a CSV file with the columns {', '.join(self.columns)}"
-            if not set(self.columns) <= set(reader.fieldnames or self.columns):
+            if reader.fieldnames is not None and not set(self.columns) <= set(reader.fieldnames):
                 raise UserError(f"{self.path}: {expected}; choose another file")
             for row in reader:
                 try:
-                    metrics = {name: float(row[column]) for column, name in self._metrics.items() if row[column]}
+                    metrics = {name: float(row[column]) for column, name in METRICS.items() if row[column]}
+                    metrics |= {name: float(row[name]) for name in self.measured}
                     ended = datetime.fromisoformat(row["ended"]).timestamp()
                     results[row["key"]] = Result("", True, metrics, float(row["seconds"]), ended)
                 except (TypeError, ValueError):
@@ -79,6 +76,7 @@ class ResultsFile:
                 known.add(trial.key)
                 ended = datetime.fromtimestamp(result.ended, UTC).isoformat(timespec="seconds")
                 name, epochs = f"{trial.grid}/{trial.name}", trial.config.recipe.epochs
-                found = {"key": trial.key, "trial": name, "epochs": epochs, "seconds": f"{result.seconds:.0f}", "ended": ended}
-                numbers = {column: result.metrics.get(metric) for column, metric in self._metrics.items()}
-                writer.writerow(found | {column: f"{x:.6g}" for column, x in numbers.items() if x is not None})
+                metrics = [result.metrics.get(metric) for metric in (*METRICS.values(), *self.measured)]
+                numbers = ["" if value is None else f"{value:.6g}" for value in metrics]
+                line = trial.key, name, epochs, f"{result.seconds:.0f}", ended, *numbers
+                writer.writerow(dict(zip(self.columns, line, strict=True)))

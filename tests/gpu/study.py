@@ -2,7 +2,7 @@
 
     python -m tests.gpu.study OUT --budget 600 --grid position --grid relation --known docs/results/cifar10/trials.csv
     python -m tests.gpu.study OUT --budget 600 --profile cifar10-full --grid pretrained --checkpoints
-    python -m tests.gpu.study OUT --budget 600 --seeds 5 --grid rotation --robustness
+    python -m tests.gpu.study OUT --budget 600 --seeds 5 --grid rotation --robustness --only resnet26 --only san10_pairwise
 
 Model, recipe and engine are those of `san run`, and so is a trial's key; CUDA graphs are on. KEY=VALUE, such as
 data.root=FOLDER, changes the profile. Only the loader differs: the images stay in the memory of the GPU, torch enlarges them,
@@ -41,7 +41,7 @@ from experiments.config.expand import expand, grid_path, profile_path
 from experiments.config.grid import GridRequest, Trial
 from experiments.config.imports import import_sources
 from experiments.errors import UserError
-from experiments.evaluation.robustness import METRICS, PROTOCOLS, Subject
+from experiments.evaluation.robustness import PROTOCOLS, ROBUSTNESS_METRICS, Subject
 from experiments.paper.tables import table_names
 from experiments.runs.provenance import git_commit
 from experiments.runs.summary import Epoch
@@ -110,10 +110,10 @@ def robustness(checkpoint: Checkpoint, part: Part, settings: Transform) -> dict[
     network = fold(checkpoint.model().eval()).requires_grad_(False).to(part[1].device)
     classes, seed = len(checkpoint.origin.classes), checkpoint.origin.seed
     subject = Subject(network, settings, part[1].tolist(), classes, seed, partial(Batches, part))
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for condition in (one for protocol in PROTOCOLS.values() for one in protocol.conditions):
-        found |= condition.metrics(condition.measure(subject, lambda: None))
-    return found
+        metrics |= condition.metrics(condition.measure(subject, lambda: None))
+    return metrics
 
 
 class Trainer:
@@ -178,18 +178,18 @@ def work(trials: Connection, folder: Path | None, measured: Sequence[str]) -> No
         with numerics(trial.config.engine, device):
             checkpoint, data = trainer.train(trial), trial.config.data
             seconds, last = time.perf_counter() - began, checkpoint.history[-1]
-            found = robustness(checkpoint, trainer.parts(data)[1], transform(data)) if measured else {}
+            measures = robustness(checkpoint, trainer.parts(data)[1], transform(data)) if measured else {}
         if folder is not None:
             (folder / f"{trial.name}.pt").write_bytes(checkpoint.as_bytes())
         ended = datetime.now(UTC).isoformat(timespec="seconds")
-        metrics = last.top1, last.top5, last.val_loss, last.train_loss, last.images_per_second, *(found[x] for x in measured)
+        metrics = last.top1, last.top5, last.val_loss, last.train_loss, last.images_per_second, *(measures[x] for x in measured)
         numbers = (f"{value:.6g}" for value in metrics if value is not None)
         line = [trial.key, f"{trial.grid}/{trial.name}", len(checkpoint.history), f"{seconds:.0f}", ended, *numbers]
         trials.send([*line, hardware, "GPU memory" if device.type == "cuda" else "memory", git_commit()])
 
 
 def measured_by(options: argparse.Namespace) -> tuple[str, ...]:
-    return METRICS if options.robustness else ()
+    return ROBUSTNESS_METRICS if options.robustness else ()
 
 
 def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
@@ -204,6 +204,8 @@ def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
         expanded = expand(request, table_names())
         digests: dict[object, str] = {}
         for row in expanded.grid.rows:
+            if options.only and row.id not in options.only:
+                continue
             config = expanded.configs[row.id]
             settings = [
                 f"recipe.{key}" for key in LACKING if getattr(config.recipe, key) != RecipeConfig.model_fields[key].default
@@ -269,6 +271,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, required=True, help="seconds")
     parser.add_argument("--profile", default="cifar10")
     parser.add_argument("--grid", action="append", required=True, help="name or file, several times")
+    parser.add_argument("--only", action="append", metavar="ROW", help="several times; by default all rows")
     parser.add_argument("--seeds", type=int, help="by default those of the grid")
     parser.add_argument("--known", type=Path, action="append", default=[], help="CSV file of finished trials")
     parser.add_argument("--processes", type=int, default=4)

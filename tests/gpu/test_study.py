@@ -16,7 +16,7 @@ from PIL import Image
 
 from experiments.config.config import PROJECT_DIR
 from experiments.errors import UserError
-from experiments.evaluation.robustness import METRICS
+from experiments.evaluation.robustness import ROBUSTNESS_METRICS
 from experiments.tracking.results_file import ResultsFile
 from experiments.training.checkpoint import Checkpoint
 from tests.gpu.study import missing
@@ -52,7 +52,7 @@ def images(tmp_path: Path) -> Path:
 
 def options(images: Path, *more: str) -> argparse.Namespace:
     keys = [f"data.root={images}", "data.train_per_class=null", *more]
-    return argparse.Namespace(known=[], robustness=False, profile="cifar10", seeds=None, overrides=keys)
+    return argparse.Namespace(known=[], only=None, robustness=False, profile="cifar10", seeds=None, overrides=keys)
 
 
 def test_trials_on_a_gpu_have_the_keys_of_those_on_a_cpu(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +102,8 @@ def test_missing_trials_are_appended_and_continue(tmp_path: Path, images: Path) 
     assert last[0].endswith("hardware,loader,revision") and [line.split(",")[10] for line in last[1:]] == ["CPU"] * 6
 
     assert "3 trials are missing" in study("--budget", "600", "--seeds", "1", "--robustness")
-    measured = ResultsFile(out / "trials-robustness.csv", METRICS).read()
+    measured = ResultsFile(out / "trials-robustness.csv", ROBUSTNESS_METRICS).read()
     assert measured.keys() == first.keys()
     for result in measured.values():
-        assert result.metrics.keys() >= set(METRICS)
+        assert result.metrics.keys() >= set(ROBUSTNESS_METRICS)
         assert result.metrics["robustness/none/top1"] == pytest.approx(result.metrics["val/top1"], abs=1e-3)

@@ -358,14 +358,30 @@ def test_study_trains_every_trial_once_and_writes_its_page(
     files = {"page.md", "study-mapping.png", "kept.csv", "kept-robustness.csv"}
     assert {path.name for path in page.parent.iterdir()} == files
     before, count = page.read_text(), (len(trained), len(measured))
+    robust = page.parent / "kept-robustness.csv"
+    lines = robust.read_text().splitlines(keepends=True)
+    robust.write_text("".join(lines[:-1]))
+    elsewhere = replace(request, runs=tmp_path / "without measurements")
+    assert not study(elsewhere, None, page, kept, trains=False), "one network is not measured"
+    robust.write_text("".join(lines))
     assert study(replace(request, runs=tmp_path / "another machine"), None, page, kept)
     assert (len(trained), len(measured)) == count and page.read_text() == before
 
 
-@pytest.mark.parametrize("where", ["folder", "file/page.md"])
-def test_study_checks_its_page_before_training(where: str, trained: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("page", "kept", "words"),
+    [
+        ("folder", "kept.csv", "folder: cannot write"),
+        ("file/page.md", "kept.csv", "page.md: cannot write"),
+        ("page.md", "other.csv", "other-robustness.csv: expected"),
+        ("page.md", "blocked.csv", "blocked-robustness.csv: cannot write"),
+    ],
+)
+def test_study_checks_its_files_before_training(page: str, kept: str, words: str, trained: list[str], tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot write"):
-        study(GridRequest(GRIDS_DIR, runs=tmp_path / "runs", seeds=2), None, tmp_path / where, tmp_path / "kept.csv")
+    (tmp_path / "other-robustness.csv").write_text("name,age\n")
+    (tmp_path / "blocked-robustness.csv").mkdir()
+    with pytest.raises(UserError, match=words):
+        study(GridRequest(GRIDS_DIR, runs=tmp_path / "runs", seeds=2), None, tmp_path / page, tmp_path / kept)
     assert not trained

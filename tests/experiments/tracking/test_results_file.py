@@ -56,14 +56,18 @@ def test_a_trial_is_kept_once_it_has_all_measurements(open_small_grid: OpenGrid,
     half, whole = METRICS | {"robustness/a": 1.5}, METRICS | {"robustness/a": 1.5, "robustness/b": 0.0}
     file.add(trials, {trials[0].key: replace(result(), metrics=half), trials[1].key: replace(result(), metrics=whole)})
     assert {key: one.metrics for key, one in file.read().items()} == {trials[1].key: whole}
+    file.path.write_text(file.path.read_text().replace(",1.5,", ",,"))
+    with pytest.raises(UserError, match=r"kept.csv:2: .*; delete this line"):
+        file.read()
 
 
 def test_other_files_are_refused_and_empty_ones_used(open_small_grid: OpenGrid, tmp_path: Path) -> None:
     file, trials = ResultsFile(tmp_path / "kept.csv"), open_small_grid().trials
-    file.path.write_text("name,age\n")
-    with pytest.raises(UserError, match=r"kept.csv: .* the columns key, .*; choose another file"):
-        file.add(trials, {trials[0].key: result()})
-    assert file.path.read_text() == "name,age\n"
+    for text in ("name,age\n", "\n"):
+        file.path.write_text(text)
+        with pytest.raises(UserError, match=r"kept.csv: .* the columns key, .*; choose another file"):
+            file.add(trials, {trials[0].key: result()})
+        assert file.path.read_text() == text
     file.path.write_text("")
     file.add(trials, {trials[0].key: result()})
     assert set(file.read()) == {trials[0].key}
