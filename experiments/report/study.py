@@ -51,21 +51,23 @@ class Score(NamedTuple):
 
 SCORES: Mapping[str, Score] = {
     "top1": Score("top-1", itemgetter("top1")),
-    "turned": Score("top-1, mean of three rotations and a flip", _turned),
+    "turned": Score("mean top-1 after three rotations and a flip", _turned),
     "drop": Score("lost", lambda numbers: round(numbers["none_top1"] - _turned(numbers), 6), sign=-1),
     **{
         name: Score(words, itemgetter(name), sign)
         for name, words, sign in (
             ("none_top1", "top-1, unchanged images", 1),
             ("clean_top1", "top-1, unchanged images", 1),
+            ("n2_success", "success of attacks in 2 steps", -1),
+            ("n2_top1", "top-1 under them", 1),
             ("n4_success", "success of attacks in 4 steps", -1),
-            ("n4_top1", "top-1 under these attacks", 1),
+            ("n4_top1", "top-1 under them", 1),
         )
     },
 }
 SHOWN: Mapping[ProtocolName, Sequence[str]] = {
     "rotation": ("none_top1", "turned", "drop"),
-    "attack": ("clean_top1", "n4_success", "n4_top1"),
+    "attack": ("clean_top1", "n2_success", "n2_top1", "n4_success", "n4_top1"),
 }
 """The scores in the table of a protocol."""
 
@@ -266,19 +268,17 @@ def _dataset(data: DataConfig) -> str:
 
 
 def _scores(section: Section) -> str:
-    """The table of a protocol."""
+    """The table of a protocol; each cell reads *paper / ours*."""
     assert section.protocol is not None
+
+    def cell(row: str, score: str) -> str:
+        ours = section.by_seed(row, score)
+        words = interval.mean_in_words(statistics.fmean(ours), ours, interval.half_width(ours)) if ours else "-"
+        return f"{section.in_paper(row, score):.1f} / {words}"
+
     scores = SHOWN[section.protocol]
-    heading = ["", *(f"{SCORES[score].words}: {whose}" for score in scores for whose in ("paper", "ours"))]
-    rows = []
-    for row in section.models:
-        cells = [row]
-        for score in scores:
-            ours = section.by_seed(row, score)
-            words = interval.mean_in_words(statistics.fmean(ours), ours, interval.half_width(ours)) if ours else "-"
-            cells += [f"{section.in_paper(row, score):.1f}", words]
-        rows.append(cells)
-    return Table([heading, *rows]).markdown()
+    heading = ["paper / ours, %", *(SCORES[score].words for score in scores)]
+    return Table([heading, *([row, *(cell(row, score) for score in scores)] for row in section.models)]).markdown()
 
 
 def _orderings(orderings: Sequence[Finding]) -> str:

@@ -114,7 +114,7 @@ def test_orderings_of_robustness(tmp_path: Path) -> None:
     assert drop.paper_gap == pytest.approx((73.6 - (49.1 + 50.6 + 49.2 + 50.5) / 4) - (74.9 - (51.8 + 54.7 + 51.7 + 54.7) / 4))
     assert [one.verdict for one in others] == ["open", "open"]
     gaps = {one.claim.score: (one.gap.middle, one.paper_gap) for one in findings(attack, spreads) if one.gap}
-    assert gaps == {"n4_success": (29.875, pytest.approx(98.2 - 90.1)), "n4_top1": (3.125, pytest.approx(5.3 - 1.0))}
+    assert {score: gap for score, gap in gaps.items() if score.startswith("n4")} == {"n4_success": (29.875, pytest.approx(98.2 - 90.1)), "n4_top1": (3.125, pytest.approx(5.3 - 1.0))}
 
 
 def test_page_shows_robustness(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_page_shows_robustness(tmp_path: Path) -> None:
     files = write_study([position, measured("rotation", tmp_path), measured("attack", tmp_path)], path, 600, 360)
     assert [file.name for file in files] == ["study.md", "study-position.png"]
     page = path.read_text()
-    assert "| resnet26 | 73.6 | 80.1 (80.0, 80.2) | 49.9 | 50.0 (50.0, 50.0) | 23.8 | 30.1 (30.0, 30.2) |" in page
-    assert "| san10_patchwise | 77.1 | - | 85.8 | - | 9.6 | - |" in page
+    assert "| resnet26 | 73.6 / 80.1 (80.0, 80.2) | 49.9 / 50.0 (50.0, 50.0) | 23.8 / 30.1 (30.0, 30.2) |" in page
+    assert "| san10_patchwise | 77.1 / - | 24.5 / - | 46.4 / - | 85.8 / - | 9.6 / - |" in page
     words = " ".join(page.split())
     assert "7 of 9 trials and 5 of 9 networks in the tables of robustness are missing" in words
     assert "Not trained yet: pairwise_absolute, pairwise_relative." in words
