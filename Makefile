@@ -15,7 +15,7 @@ demo: setup
 	@$(STEP) "digits as JPEGs" $(BIN)/san data prepare digits
 	@$(STEP) "grid footprint" $(BIN)/san run $(DEMO)
 
-# Train the paper's ablation tables on CIFAR-10 over five seeds, except the trials in docs/results/cifar10/trials.csv, and write the
+# Train the networks of the study on CIFAR-10 over five seeds, except the trials in docs/results/cifar10/trials.csv, and write the
 # page beside it.
 study: setup
 	@$(STEP) "CIFAR-10" $(BIN)/san data prepare cifar10
