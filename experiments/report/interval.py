@@ -64,7 +64,7 @@ def of_difference(
     if first is None or second is None or min(map(len, rows)) < 2:
         return None
     one, two = first.deviation**2 / len(rows[0]), second.deviation**2 / len(rows[1])
-    freedom = (one + two) ** 2 / (one**2 / first.freedom + two**2 / second.freedom) if first != second else first.freedom
+    freedom = (one + two) ** 2 / (one**2 / first.freedom + two**2 / second.freedom) if first is not second else first.freedom
     return Interval(statistics.fmean(rows[0]) - statistics.fmean(rows[1]), _quantile(freedom) * math.sqrt(one + two))
 
 
