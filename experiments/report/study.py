@@ -240,16 +240,16 @@ def _reading(sections: Sequence[Section], spreads: Spreads) -> str:
     config = sections[0].grid_run.trials[0].config
     stages = getattr(config.model.spec(), "num_stages", None) or 5
     known = [f"{spread.deviation:.2f} for {model}" for (score, model), spread in spreads.items() if spread and score == "top1"]
-    estimate = f" (of top-1: {', '.join(known)})" if known else ""
+    estimate = f" ({', '.join(known)})" if known else ""
     return _paragraphs(f"""\
 ## How to read the verdicts
 
 A gap is a difference in percentage points, of top-1 unless the ordering names something else, with a 95% interval over seeds by
-Student's t; the standard deviation between seeds is that of all rows of the kind of table with the same kind of
-network{estimate}. An ordering is *confirmed* if the whole interval is above 0, *reversed* if it is below, and *inconclusive*
-otherwise; it is *open* until both rows have two seeds that differ. By chance, about one interval in twenty misses the true gap.
-Where the paper says "much better", we test "better", and where it says "similar", nothing. The bars in the plots, and the
-intervals in the tables of robustness, are those of single rows, from their own seeds only.
+Student's t; the standard deviation between seeds is that of all rows with the same kind of network{estimate}, and for
+robustness that of the row itself. An ordering is *confirmed* if the whole interval is above 0, *reversed* if it is below, and
+*inconclusive* otherwise; it is *open* until both rows have two seeds that differ. By chance, about one interval in twenty
+misses the true gap. Where the paper says "much better", we test "better", and where it says "similar", nothing. The bars in the
+plots, and the intervals in the tables of robustness, are those of single rows, from their own seeds only.
 
 **Limits.** The networks have {stages} of the paper's five stages, and the first stage of a SAN always has a 3x3 footprint.
 The last map is {config.data.size >> stages} pixels wide, so large footprints cover most of it. Images, widths and length of
