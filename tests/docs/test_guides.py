@@ -27,6 +27,7 @@ from experiments.config.config import TrialConfig, keys_at
 from experiments.config.expand import expand, read_grid
 from experiments.config.grid import GridRequest
 from experiments.paper.tables import table_names
+from experiments.runner.grid_run import open_grid_run
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = sorted(
@@ -199,3 +200,10 @@ def test_settings_in_the_text_exist(page: str) -> None:
     text = re.sub(r"\bdata\.val_split_\*|`data\.\*`", "", (ROOT / page).read_text(encoding="utf-8"))
     for section, key in re.findall(r"[`\s](data|recipe|engine|resources|checkpointing)\.(\w+)", text):
         assert key in keys_at(TrialConfig, (section,)), f"{section}.{key}"
+
+
+def test_keys_of_the_gallery_are_those_of_its_trials(tmp_path: Path) -> None:
+    """`make gallery` runs the guide's commands as they are."""
+    trials = open_grid_run(GridRequest(ROOT / "docs/gallery.yaml", runs=tmp_path)).trials
+    text = (ROOT / "docs/guides/attention.md").read_text()
+    assert {trial.key for trial in trials} == set(re.findall(r"\b[0-9a-f]{12}\b", text))
