@@ -189,6 +189,7 @@ def work(trials: Connection, folder: Path | None, measured: Sequence[str]) -> No
 
 
 def measured_by(options: argparse.Namespace) -> tuple[str, ...]:
+    """The metrics of the protocols that are measured."""
     return ROBUSTNESS_METRICS if options.robustness else ()
 
 
