@@ -41,13 +41,17 @@ def measure_trial(task: MeasureTask, report: ReportFn) -> None:
 
     Raises:
         CheckpointError: the checkpoint cannot be used.
-        UserError: memory does not suffice.
+        UserError: the checkpoint is gone, or memory does not suffice.
         DataError: an image cannot be used.
     """
     workspace, config = task.workspace, task.trial.config
     import_sources(task.trial.imports)
     checkpoint = last_of(workspace.checkpoints(task.trial), task.epochs)
     workspace.store.download(checkpoint)
+    if not checkpoint.exists():
+        raise UserError(
+            f"{checkpoint}: this checkpoint is gone; `san delete {task.trial.key}`, and the next run trains it again"
+        )
     with trial_log(workspace, task.trial, rank=0):
         opened = replace(open_checkpoint(checkpoint), config=config)
         indices = {condition.name: float(index) for index, condition in enumerate(task.conditions)}

@@ -63,7 +63,10 @@ class ResultsFile:
         known = set(self.read())
         with open(self.path, "a+", encoding="utf-8", newline="") as file:
             file.seek(0)
-            header = next(csv.reader(file), None)
+            text = file.read()
+            if text and not text.endswith("\n"):  # an editor removed it
+                file.write("\n")
+            header = next(csv.reader(io.StringIO(text)), None)
             writer = csv.DictWriter(file, header or self.columns, restval="", lineterminator="\n")
             if header is None:
                 writer.writeheader()

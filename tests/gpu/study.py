@@ -223,6 +223,8 @@ def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
                 trial = Trial(path.stem, profile, row.id, seed, config, digests[config.data], imports=expanded.imports)
                 seeds[path.stem, row.id] += trial.key in finished
                 found.setdefault(trial.key, trial)
+    if unknown := set(options.only or ()) - {row for _, row in seeds}:
+        raise UserError(f"--only {', '.join(sorted(unknown))}: not a row of {', '.join(grids)}")
     rest = [trial for key, trial in found.items() if key not in finished]
     return sorted(rest, key=lambda trial: (seeds[trial.grid, trial.row], trial.seed))
 

@@ -69,6 +69,13 @@ def test_refuses_what_only_san_run_can_do(images: Path, setting: str) -> None:
         missing(["position"], options(images, setting))
 
 
+def test_refuses_a_mistyped_row(images: Path) -> None:
+    chosen = options(images)
+    chosen.only = ["pairwise_none", "pairwise_nona"]
+    with pytest.raises(UserError, match="--only pairwise_nona: not a row of position"):
+        missing(["position"], chosen)
+
+
 @pytest.mark.slow
 def test_missing_trials_are_appended_and_continue(tmp_path: Path, images: Path) -> None:
     """On a CPU, with few images in few steps."""

@@ -143,7 +143,7 @@ def grid_run(write_grid: WriteGrid, runs: Path) -> GridRun:
 def test_grid_measures_only_missing_conditions(
     grid_run: GridRun, started: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The measurements of a row are interrupted by the user, and then by the loss of all nodes."""
+    """The measurements of a row are interrupted by the user and by the loss of all nodes, and once lack the checkpoint."""
     progress = execute.MeasureProgress
     conditions = PROTOCOLS["rotation"].conditions
     ends: dict[str, type[BaseException]] = {"cw90": KeyboardInterrupt, "cw180": LostError}
@@ -168,8 +168,13 @@ def test_grid_measures_only_missing_conditions(
         assert {(cell.row, cell.condition) for cell in unfinished} == {("not_in_the_paper", each.name) for each in left}
 
     monkeypatch.setattr(execute, "MeasureProgress", progress)
+    last = grid_run.trials[1]
+    checkpoint = last_of(grid_run.workspace.checkpoints(last), last.config.recipe.epochs)
+    elsewhere = checkpoint.rename(checkpoint.with_suffix(".moved"))
+    assert not run(grid_run.request, None)
+    assert f"FAILED: {checkpoint}: this checkpoint is gone; `san delete {last.key}`" in capsys.readouterr().err
+    elsewhere.rename(checkpoint)
     started.clear()
-    capsys.readouterr()
     assert run(grid_run.request, None)
     (task,) = (value for _, value in started)
     assert isinstance(task, MeasureTask) and task.conditions == left

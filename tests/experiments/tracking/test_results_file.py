@@ -32,11 +32,11 @@ def test_finished_trials_are_read_as_they_were_added(open_small_grid: OpenGrid, 
 
 
 def test_other_columns_are_kept(open_small_grid: OpenGrid, tmp_path: Path) -> None:
-    """As in a file to which `tests.gpu.study` has added."""
+    """As in a file to which `tests.gpu.study` has added, and whose last newline an editor removed."""
     file, trials = ResultsFile(tmp_path / "kept.csv"), open_small_grid().trials
     file.add(trials[:1], {trials[0].key: result()})
     header, line = file.path.read_text().splitlines()
-    file.path.write_text(f"{header},hardware\n{line},CPU\n")
+    file.path.write_text(f"{header},hardware\n{line},CPU")
     file.add(trials, {trials[1].key: result()})
     with open(file.path) as lines:
         assert [row["hardware"] for row in csv.DictReader(lines)] == ["CPU", ""]
