@@ -14,12 +14,9 @@ from experiments.paper.tables import paper_claims
 from experiments.report.data import grid_report
 from experiments.report.study import Section, write_study
 from experiments.report.write import print_report
-from experiments.runner.execute import execute, measure, prepare, train
+from experiments.runner.execute import execute, prepare
 from experiments.runner.grid_run import GridRun, is_finished, known_results, open_grid_run, print_status
-from experiments.runner.plan import missing_measurements, to_train
-from experiments.runner.progress import trial_count
-from experiments.runs.store import retry
-from experiments.tracking import Result, TrackerError
+from experiments.tracking import TrackerError
 from experiments.tracking.results_file import ResultsFile
 from experiments.training.images import open_data
 
@@ -68,27 +65,11 @@ def study(request: GridRequest, address: str | None, page: Path, kept: Path, tra
         only, files[name] = (tuple(compared), measured) if name in PROTOCOLS else ((), trained)
         grid_runs.append(open_grid_run(replace(request, grid=request.grid / f"{name}.yaml", only=only)))
     for grid_run in grid_runs:
-        results = _complete(grid_run, files[grid_run.name], address) if trains else known_results(grid_run)
-        files[grid_run.name].add(grid_run.selected, results)
+        file = files[grid_run.name]
+        results = execute(grid_run, address, file.read()) if trains else known_results(grid_run)
+        file.add(grid_run.selected, results)
     training, validation = open_data(grid_runs[0].trials[0].config.data)
     sections = [Section(grid_run, files[grid_run.name].read()) for grid_run in grid_runs]
     write_study(sections, page, len(training), len(validation))
     print_status(f"study: {page}")
     return all(is_finished(section.results, trial) for section in sections for trial in section.grid_run.selected)
-
-
-def _complete(grid_run: GridRun, file: ResultsFile, address: str | None) -> dict[str, Result]:
-    """Trains and measures what neither the store nor the file has. Returns the results in both."""
-
-    def known() -> dict[str, Result]:
-        return known_results(grid_run) | file.read()
-
-    results = known()
-    if missing := {trial.key: trial for trial, _ in to_train(grid_run, results)}:
-        print_status(f"grid {grid_run.name}, profile {grid_run.profile}: {trial_count(len(missing))} to train")
-        train(grid_run, missing, address)
-        results = retry(known)
-    if unmeasured := missing_measurements(grid_run, results):
-        measure(grid_run, unmeasured, address)
-        results = retry(known)
-    return results

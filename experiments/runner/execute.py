@@ -45,8 +45,9 @@ class Sweep(Protocol):
     ) -> dict[str, Outcome]: ...
 
 
-def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
-    """Trains the unfinished trials of a grid and measures what its protocol lacks. Returns the results.
+def execute(grid_run: GridRun, address: str | None, elsewhere: Mapping[str, Result] = {}) -> dict[str, Result]:
+    """Trains the unfinished trials of a grid and measures what its protocol lacks. Returns the results, with those of trials
+    that were finished `elsewhere`.
 
     Raises:
         UserError, ClusterError: the grid cannot run here; nothing was written.
@@ -54,7 +55,11 @@ def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
     """
     if grid_run.request.serial:
         _require_one_process(grid_run, address)
-    results = known_results(grid_run)
+
+    def known() -> dict[str, Result]:
+        return {**known_results(grid_run), **elsewhere}
+
+    results = known()
     missing = {trial.key: trial for trial, _ in to_train(grid_run, results)}
     done = sum(is_finished(results, trial) for trial in grid_run.selected)
     stopped = sum(is_done(grid_run, results, trial) for trial in grid_run.selected) - done
@@ -68,8 +73,8 @@ def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
         print_status(note)
     try:
         if missing:
-            trained = train(grid_run, missing, address)
-            results = retry(lambda: known_results(grid_run))
+            trained = _train(grid_run, missing, address)
+            results = retry(known)
             unsent = [missing[key].name for key in trained if not is_done(grid_run, results, missing[key])]
             if unsent:
                 print_status(
@@ -77,8 +82,8 @@ def execute(grid_run: GridRun, address: str | None) -> dict[str, Result]:
                     "run the same command again to send the rest"
                 )
         if unmeasured := missing_measurements(grid_run, results):
-            measure(grid_run, unmeasured, address)
-            results = retry(lambda: known_results(grid_run))
+            _measure(grid_run, unmeasured, address)
+            results = retry(known)
     except TrackerError as error:
         raise TrackerError(
             f"{error}\ntrained trials are kept; run the same command again to resume and to send the missing results"
@@ -93,7 +98,7 @@ def _require_one_process(grid_run: GridRun, address: str | None) -> None:
         raise UserError(f"--serial and --address {address}: give only one of them, because --serial trains in this process")
 
 
-def train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> list[str]:
+def _train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) -> list[str]:
     """Trains trials that no other process is training. Returns the keys of the trials that did not fail."""
     start, store = time.monotonic(), grid_run.workspace.store
     check_init(grid_run, missing.values())
@@ -132,8 +137,7 @@ def _train_claimed(
     progress = Progress({key: trial.name for key, trial in trials.items()}, epochs, sys.stderr, start=start, live=not serial)
     mark_interrupted = functools.partial(_mark_interrupted, grid_run, trials.values())
     at_loss += [mark_interrupted, progress.close]
-    # Without retries, because training continues while a bucket is unreachable.
-    stop = StopRequest(grid_run.workspace.store.with_outage_timeout(0), grid_run.full_name)
+    stop = StopRequest(grid_run.workspace.store, grid_run.full_name)
 
     def ask_trials() -> None:
         progress.interrupted()
@@ -163,8 +167,8 @@ def _train_claimed(
         stop.withdraw()
 
 
-def measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None) -> None:
-    """Measures the robustness of trained trials and tracks each result at once. The arguments are as in `train`."""
+def _measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None) -> None:
+    """Measures the robustness of trained trials and tracks each result at once. The arguments are as in `_train`."""
     start, store, placement = time.monotonic(), grid_run.workspace.store, replace(grid_run.placement, workers=1)
     trials = {key: task.trial for key, task in missing.items()}
     with (

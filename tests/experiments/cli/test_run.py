@@ -350,6 +350,8 @@ def test_study_trains_every_trial_once_and_writes_its_page(
     page, kept = tmp_path / "docs" / "page.md", tmp_path / "docs" / "kept.csv"
     request = GridRequest(GRIDS_DIR, runs=runs, seeds=2, serial=True)
     assert not study(request, None, page, kept, trains=False) and not trained
+    with pytest.raises(UserError, match="--serial and --address"):
+        study(request, "10.0.0.1:6379", page, kept)
     assert study(request, None, page, kept)
     assert len(trained) == len(set(trained)) == 2 * (len(paper_rows("mapping")) + 1), "SAN10 of the paper is in all grids"
     assert len(measured) == len(set(measured)) == 2 * 2 * 3

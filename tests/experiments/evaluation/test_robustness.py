@@ -22,6 +22,7 @@ from cluster import Outcome
 from cluster.errors import LostError
 from experiments.cli.run import run
 from experiments.config.grid import GridRequest
+from experiments.errors import UserError
 from experiments.evaluation.evaluate import LoadedModel, evaluation_loader, open_checkpoint, open_images
 from experiments.evaluation.robustness import (
     PROTOCOLS,
@@ -74,16 +75,7 @@ def pixels_of(trained: Trained) -> tuple[OnPixels, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize(
-    "measure",
-    [
-        Rotation("rotate90"),
-        Rotation("none"),
-        LARGE,
-        *(pytest.param(a, marks=pytest.mark.slow) for a in ATTACKS if a is not LARGE),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("measure", [Rotation("rotate90"), Rotation("none"), LARGE], ids=str)
 def test_batch_size_changes_results_only_by_rounding(measure: Measure, trained: Trained) -> None:
     """In float32, batches of other sizes are summed in another order. This may change the class of an image and the signs of an
     attack's tiny gradients. In float64, rounding is too small for that."""
@@ -143,7 +135,7 @@ def grid_run(write_grid: WriteGrid, runs: Path) -> GridRun:
 def test_grid_measures_only_missing_conditions(
     grid_run: GridRun, started: list[tuple[str, object]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The measurements of a row are interrupted by the user and by the loss of all nodes, and once lack the checkpoint."""
+    """The measurements of a row are interrupted by the user, and then by the loss of all nodes."""
     progress = execute.MeasureProgress
     conditions = PROTOCOLS["rotation"].conditions
     ends: dict[str, type[BaseException]] = {"cw90": KeyboardInterrupt, "cw180": LostError}
@@ -168,13 +160,8 @@ def test_grid_measures_only_missing_conditions(
         assert {(cell.row, cell.condition) for cell in unfinished} == {("not_in_the_paper", each.name) for each in left}
 
     monkeypatch.setattr(execute, "MeasureProgress", progress)
-    last = grid_run.trials[1]
-    checkpoint = last_of(grid_run.workspace.checkpoints(last), last.config.recipe.epochs)
-    elsewhere = checkpoint.rename(checkpoint.with_suffix(".moved"))
-    assert not run(grid_run.request, None)
-    assert f"FAILED: {checkpoint}: this checkpoint is gone; `san delete {last.key}`" in capsys.readouterr().err
-    elsewhere.rename(checkpoint)
     started.clear()
+    capsys.readouterr()
     assert run(grid_run.request, None)
     (task,) = (value for _, value in started)
     assert isinstance(task, MeasureTask) and task.conditions == left
@@ -201,10 +188,10 @@ def test_grid_measures_only_missing_conditions(
     assert artifacts == ["report.html", "table.csv", "table.md"]
 
 
-def test_missing_checkpoint_is_an_error_without_a_retry(grid_run: GridRun, trained: Trained, tmp_path: Path) -> None:
+def test_lost_checkpoint_is_an_error_without_a_retry(trained: Trained, tmp_path: Path) -> None:
     workspace = Workspace(LocalStore(tmp_path), trained.grid_run.workspace.tracking_uri)
     task = MeasureTask(workspace, trained.trial, "run", PROTOCOLS["rotation"].conditions[:1], 2)
-    with pytest.raises(san.CheckpointError, match=r"epoch-0002-step-0000000.pt: cannot read this file"):
+    with pytest.raises(UserError, match=rf"epoch-0002-step-0000000.pt: .* `san delete {trained.trial.key}`"):
         measure_trial(task, lambda metrics: None)
 
 
