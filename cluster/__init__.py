@@ -7,7 +7,7 @@ This file does not import Ray, which takes a second. Import `cluster.session`, `
 """
 
 from cluster.errors import ClusterError
-from cluster.placement import Node, Placement, Resources, available_cpus, concurrency, this_machine, workers_that_fit
+from cluster.placement import Node, Placement, Resources, available_cpus, concurrency, this_machine
 from cluster.serial import Observer, Outcome, ReportFn
 
 __all__ = [
@@ -21,5 +21,4 @@ __all__ = [
     "available_cpus",
     "concurrency",
     "this_machine",
-    "workers_that_fit",
 ]

@@ -64,14 +64,13 @@ def doctor() -> None:
 @OVERRIDES
 @click.option("--grid", type=FilePath(), help="Count every row of this grid at full size, next to the paper's counts.")
 @click.option("--size", type=click.IntRange(1, 100_000), default=224, show_default=True, help="Image side in pixels.")
-@click.option("--stages", is_flag=True, help="Also print one line per stage (always on for a single model).")
 @IMPORT_NOW
 @AS_JSON
-def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, size: int, stages: bool, as_json: bool) -> None:
+def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, size: int, as_json: bool) -> None:
     """Count a model's parameters and FLOPs.
 
-    NAME is one of the models that `san models` lists; overrides such as footprint=9 change its fields. Without NAME, counts
-    all models, or the rows of --grid.
+    NAME is one of the models that `san models` lists; overrides such as footprint=9 change its fields. Its stages are counted,
+    too. Without NAME, counts all models, or the rows of --grid.
 
     \b
     Example: san complexity san10_pairwise footprint=9
@@ -84,4 +83,4 @@ def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, 
         lines = counts.of_variant(name, overrides, size)
     else:
         lines = counts.of_variants(size) if grid is None else counts.of_grid(grid, size)
-    click.echo(json.dumps(counts.as_objects(lines)) if as_json else counts.as_text(lines, stages or name is not None))
+    click.echo(json.dumps(counts.as_objects(lines)) if as_json else counts.as_text(lines, stages=name is not None))

@@ -172,8 +172,7 @@ def _matches_paper(trial: Trial) -> bool:
 
 def finished_metrics(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> list[Mapping[str, float]]:
     """The metrics of a row's finished trials, one mapping per seed, in the order of the trials."""
-    of_row = [results[trial.key] for trial in trials if trial.row == row and trial.key in results]
-    return [result.metrics for result in of_row if result.finished]
+    return [result.metrics for trial, result in finished_trials(trials, results) if trial.row == row]
 
 
 def _early_stops(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> str | None:
@@ -288,7 +287,9 @@ class GridReport:
 
     @property
     def shown_rows(self) -> list[str]:
-        return shown_rows(self.rows)
+        """The ids of the `MOST_ROWS` best rows by top-1, in order; a page shows their curves and commands."""
+        best = {row.id for row in sorted(self.rows, key=lambda row: -(row.top1 or 0.0))[:MOST_ROWS]}
+        return [row.id for row in self.rows if row.id in best]
 
 
 def grid_report(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:
@@ -303,9 +304,3 @@ def grid_report(grid_run: GridRun, results: Mapping[str, Result]) -> GridReport:
 def has_small_networks(rows: Sequence[TableRow]) -> bool:
     """Whether tables and charts show FLOPs in millions."""
     return max((row.flops or 0.0 for row in rows), default=0.0) < 0.1
-
-
-def shown_rows(rows: Sequence[TableRow]) -> list[str]:
-    """The ids of the `MOST_ROWS` best rows by top-1, in order; a page shows their curves and commands."""
-    best = {row.id for row in sorted(rows, key=lambda row: -(row.top1 or 0.0))[:MOST_ROWS]}
-    return [row.id for row in rows if row.id in best]

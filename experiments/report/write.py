@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from experiments.errors import UserError
-from experiments.report.data import GridReport, shown_rows
+from experiments.report.data import GridReport
 from experiments.report.page import render
 from experiments.report.plots import CURVES, save_plot
 from experiments.report.tables import caption, tables, trial_table
@@ -109,7 +109,7 @@ def _with_curves(report: GridReport) -> GridReport:
         StorageError: the bucket cannot be used.
         TrackerError: the tracking server does not respond.
     """
-    grid_run, results, shown = report.grid_run, report.results, set(shown_rows(report.rows))
+    grid_run, results, shown = report.grid_run, report.results, set(report.shown_rows)
     run_ids = {trial.key: results[trial.key].run_id for trial in grid_run.trials if trial.key in results and trial.row in shown}
     history = grid_run.tracker.history
     curves = {

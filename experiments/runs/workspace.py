@@ -16,6 +16,11 @@ from experiments.errors import UserError
 from experiments.runs.store import LocalStore, Store, is_uri
 
 
+def checkpoint_folder(key: str) -> str:
+    """Name of the folder of a trial's checkpoints in the store."""
+    return f"checkpoints/{key}"
+
+
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """Where runs are stored, and MLflow's address."""
@@ -40,7 +45,7 @@ class Workspace:
 
     def folder(self, trial: Trial) -> str:
         """Name of the folder of a trial's checkpoints in the store."""
-        return f"checkpoints/{trial.key}"
+        return checkpoint_folder(trial.key)
 
     def checkpoints(self, trial: Trial) -> Path:
         """The folder of a trial's checkpoints on this node."""

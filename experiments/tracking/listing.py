@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 
 from experiments.errors import UserError
 from experiments.runs.claims import require_idle
-from experiments.runs.workspace import Workspace
+from experiments.runs.workspace import Workspace, checkpoint_folder
 from experiments.tracking import TrackerError
 from experiments.tracking.client import open_client, pages, usable
 
@@ -151,7 +151,7 @@ def delete_trials(workspace: Workspace, trials: Sequence[ListedRun]) -> None:
                 client.delete_logged_model(model.model_id)
             for run in pages(client.search_runs, everywhere, f"tags.`san.trial` = '{key}'"):
                 client.delete_run(run.info.run_id)
-            store.delete_folder(f"checkpoints/{key}")
+            store.delete_folder(checkpoint_folder(key))
             for name in (*store.names("logs"), *store.names("failures")):
                 if re.search(rf"-{key}\b", name):
                     store.delete(name)

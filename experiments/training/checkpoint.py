@@ -26,7 +26,7 @@ from experiments.errors import UserError
 from experiments.runs.claims import Claim, claim_trial
 from experiments.runs.store import LocalStore, StorageError, Store, is_uri
 from experiments.runs.summary import Epoch, best_of
-from experiments.runs.workspace import STORES, has_runs, open_store, open_workspace
+from experiments.runs.workspace import STORES, checkpoint_folder, has_runs, open_store, open_workspace
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import RunningEpoch
 from san.models import checkpoint as model_files
@@ -323,12 +323,12 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
         return
     store, asked = open_store(runs), _key_in_mlflow(name, runs) or name
     if re.fullmatch(KEY, asked) and not os.path.exists(asked):
-        if store.shared and not (store.folder / "checkpoints" / asked).is_dir():
+        if store.shared and not (store.folder / checkpoint_folder(asked)).is_dir():
             raise UserError(
                 f"{name}: no such file, and no checkpoints of trial {asked} in {store.folder}; `san runs` lists the trials of "
                 "a folder, and --runs selects another one"
             )
-        asked = store.uri(f"checkpoints/{asked}")
+        asked = store.uri(checkpoint_folder(asked))
     if not is_uri(asked):
         yield Path(os.path.expanduser(asked)), None
         return

@@ -45,7 +45,7 @@ class Driver:
         grid: Path,
         runs: Path,
         overrides: Sequence[str],
-        environment: Mapping[str, str] = {},
+        environment: Mapping[str, str],
         module: str = "experiments",
         uri: str | None = None,
         log: Path | None = None,

@@ -59,9 +59,9 @@ def start(
     return workers
 
 
-def ended(workers: list[BaseProcess], seconds: float = PATIENCE) -> list[int | None]:
+def ended(workers: list[BaseProcess]) -> list[int | None]:
     """Waits for the workers and returns their exit codes. If one fails, the others are killed, as a launcher would do."""
-    limit = time.monotonic() + seconds
+    limit = time.monotonic() + PATIENCE
     while any(worker.is_alive() for worker in workers):
         if any(worker.exitcode for worker in workers) or time.monotonic() > limit:
             for worker in workers:
@@ -97,7 +97,7 @@ def weights(workspace: Workspace, rank: int = 0) -> dict[str, torch.Tensor]:
     return torch.load(workspace.runs / f"rank{rank}.pt", weights_only=True)
 
 
-def reports(workspace: Workspace, rank: int = 0) -> list[dict[str, float]]:
+def reports(workspace: Workspace, rank: int) -> list[dict[str, float]]:
     """The reports of a worker."""
     sent: list[dict[str, float]] = json.loads((workspace.runs / f"reports{rank}.json").read_text())
     return sent

@@ -97,10 +97,10 @@ def loader(
     return Loader(data, transform, train=split == "train", batch_size=batch_size, rank=rank, world_size=world_size, seed=seed)
 
 
-def indices_seen(one: Loader, epoch: int = 0) -> list[int]:
+def indices_seen(one: Loader) -> list[int]:
     """Returns the indices of the images, decoded from their colors; also checks the labels."""
     seen: list[int] = []
-    for images, labels in one.epoch(epoch):
+    for images, labels in one.epoch(0):
         assert images.shape[1:] == (3, 16, 16)
         assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
         assert len(images) == len(labels) > 0

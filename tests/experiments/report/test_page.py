@@ -13,7 +13,7 @@ import yaml
 from experiments.config.grid import GridRequest, ProtocolName
 from experiments.evaluation.robustness import PROTOCOLS
 from experiments.report import data, plots
-from experiments.report.data import GridReport, grid_report, shown_rows, table_rows
+from experiments.report.data import GridReport, grid_report, table_rows
 from experiments.report.page import ONE_SEED, render
 from experiments.report.plots import CURVES
 from experiments.report.write import write_page
@@ -111,9 +111,9 @@ def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Pa
     results = finished(grid_run, {"row0": 50.0, "row1": 90.0, "row2": 70.0, "row4": 80.0, "row5": 60.0})
     lines = table_rows(grid_run, results)
     kept = ["row1", "row2", "row4"]
-    assert shown_rows(lines) == kept
     curves = {key: {metric: [(0, 1.0), (1, 2.0)] for metric in CURVES} for key in results}
     report = GridReport(grid_run, results, lines, (), curves)
+    assert report.shown_rows == kept
     text = render(report)
     assert text.count("Only the best 3 of the 6 rows") == 2  # have curves and commands
     assert ONE_SEED in text

@@ -38,14 +38,14 @@ def encoded(form: str) -> bytes:
     return file.getvalue()
 
 
-def orientation(number: int) -> Image.Exif:
+def turned() -> Image.Exif:
     exif = Image.Exif()
-    exif[0x0112] = number  # 6: rotated by 90 degrees
+    exif[0x0112] = 6  # by 90 degrees
     return exif
 
 
 def rotated(path: Path) -> None:
-    picture().save(path, exif=orientation(6), quality=95)
+    picture().save(path, exif=turned(), quality=95)
 
 
 def deep_png(path: Path) -> None:
@@ -72,8 +72,8 @@ def corrupted(form: str) -> Make:
     return lambda path: path.write_bytes(content)
 
 
-def tiff(pixels: NDArray[Any], mode: str | None = None) -> Make:
-    return lambda path: Image.fromarray(pixels, mode).save(path)
+def tiff(pixels: NDArray[Any]) -> Make:
+    return lambda path: Image.fromarray(pixels).save(path)
 
 
 def planar_tiff(path: Path) -> None:
@@ -132,7 +132,7 @@ SOUND: dict[str, Make] = {
     "phone.jfif": lambda path: path.write_bytes(encoded("JPEG")),
     "lossless.webp": lambda path: picture().save(path, lossless=True),
     "lossy.WEBP": lambda path: picture().save(path, quality=95),
-    "upright.webp": lambda path: picture().save(path, exif=orientation(6), quality=95),
+    "upright.webp": lambda path: picture().save(path, exif=turned(), quality=95),
     "moving.webp": lambda path: picture().save(path, lossless=True, save_all=True, append_images=[picture().rotate(180)]),
     "plain.bmp": lambda path: picture().save(path),
     "palette.bmp": lambda path: picture().quantize(256).save(path),
@@ -141,7 +141,7 @@ SOUND: dict[str, Make] = {
     "upright.tif": lambda path: picture().save(path, tiffinfo={274: 6}),
     "cmyk.tif": lambda path: picture().convert("CMYK").save(path),
     "deep_grey.tif": tiff(np.asarray(picture().convert("L"), np.uint16) * 257),
-    "upright.png": lambda path: picture().save(path, exif=orientation(6)),
+    "upright.png": lambda path: picture().save(path, exif=turned()),
     "plain.ppm": lambda path: picture().save(path),
     "grey.pgm": lambda path: picture().convert("L").save(path),
 }
@@ -184,16 +184,16 @@ def dirty(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return Dataset.scan(root, "train")
 
 
-def found_in(data: Dataset, workers: int) -> dict[str, str]:
+def found_in(data: Dataset) -> dict[str, str]:
     """Returns the reasons of broken images by file name; also checks the count."""
-    pieces = list(check(data, workers))
+    pieces = list(check(data, workers=2))
     assert sum(count for count, _ in pieces) == len(data)
     assert not active_children()
     return {Path(data.paths[one.index]).name: one.reason for _, broken in pieces for one in broken}
 
 
 def test_check_finds_all_broken_images(dirty: Dataset) -> None:
-    found = found_in(dirty, workers=2)
+    found = found_in(dirty)
     assert found.keys() == BROKEN.keys()
     assert all(found[name].startswith(reason) for name, (_, reason) in BROKEN.items()), found
 
@@ -256,7 +256,7 @@ def test_finds_images_that_crash_the_process(many: Dataset, monkeypatch: pytest.
     find = Dataset.source
     deadly = {20, 21}
     monkeypatch.setattr(Dataset, "source", lambda data, index: (Deadly if index in deadly else Source)(*find(data, index)))
-    found = found_in(many, workers=2)
+    found = found_in(many)
     assert found.pop("399.jpg").startswith("damaged")
     assert found.keys() == {"020.jpg", "021.jpg"} and all("crashes" in reason for reason in found.values())
 
