@@ -191,7 +191,7 @@ class GridRequest:
     """A grid as it was asked for; nothing is checked yet."""
 
     grid: Path
-    """File of the grid."""
+    """File of the grid, or the folder with the grids of `san study`."""
     profile: str = "digits"
     """Name or file of the profile."""
     overrides: tuple[str, ...] = ()
