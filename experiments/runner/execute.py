@@ -93,7 +93,7 @@ def execute(grid_run: GridRun, address: str | None, elsewhere: Mapping[str, Resu
 
 def _require_one_process(grid_run: GridRun, address: str | None) -> None:
     if (workers := grid_run.placement.workers) > 1:
-        raise UserError(f"--serial trains in one process, but resources.workers={workers}; add resources.workers=1")
+        raise UserError(f"--serial trains in one process, but resources.workers={workers}; set resources.workers=1")
     if address is not None:
         raise UserError(f"--serial and --address {address}: give only one of them, because --serial trains in this process")
 

@@ -50,7 +50,8 @@ def measure_trial(task: MeasureTask, report: ReportFn) -> None:
     workspace.store.download(checkpoint)
     if not checkpoint.exists():
         raise UserError(
-            f"{checkpoint}: this checkpoint is gone; `san delete {task.trial.key}`, and the next run trains it again"
+            f"{checkpoint}: this checkpoint is gone; `san delete {task.trial.key}`, with --runs as here, and the same command "
+            "trains this network again"
         )
     with trial_log(workspace, task.trial, rank=0):
         opened = replace(open_checkpoint(checkpoint), config=config)

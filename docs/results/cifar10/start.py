@@ -19,8 +19,8 @@ class Scale(nn.Module):
 def san10_start(
     num_classes: int, in_channels: int = 3, scale: float = 1.0, num_stages: int = 3, width_mult: float = 0.5
 ) -> nn.Module:
-    """SAN10 of `weights.py` without a softmax and with a constant for each position, which is that of `convolution.py`. The rest of
-    the weights, `scale` times gamma, is 0 at first, because the last layer of gamma is."""
+    """SAN10 of `weights.py` without a softmax and with a constant for each position, whose first values are those of
+    `convolution.py`. The rest of the weights, `scale` times gamma, is 0 at first, because the last layer of gamma is."""
     model = san.create_model(
         "san10_weights",
         num_classes,
