@@ -111,7 +111,7 @@ def commands(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[tu
 
 def config_reference() -> str:
     """A table for each section of a trial's config, then for a grid file."""
-    parts = [_heading("model", "A named model variant (`san models` lists them) and any of its settings."), model_table()]
+    parts = [_heading("model", "`model.name`, a variant that `san models` lists, and any of its settings."), model_table()]
     for section, schema in (
         ("data", DataConfig),
         ("recipe", RecipeConfig),

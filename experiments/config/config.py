@@ -166,9 +166,9 @@ class DataConfig(Strict):
     val_split_seed: Annotated[Whole, Field(ge=0)] = 0
     """Seed that selects the images that `val-split` holds out."""
     train_per_class: Count | None = None
-    """Maximum number of training images per class, the same images for every seed. Null: all images."""
+    """Number of training images per class, the same images for every seed; fewer in a class are an error. Null: all images."""
     val_per_class: Count | None = None
-    """Maximum number of validation images per class, the same images for every seed. Null: all images."""
+    """As `train_per_class`, for validation."""
     synthetic_classes: Count = 1000
     """Number of classes of the synthetic images."""
     synthetic_per_class: Count = 50

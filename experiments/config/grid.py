@@ -110,8 +110,7 @@ class Grid(Strict):
     plot: Plot | None = None
     """Plot of the results. Null: top-1 against the first numeric key of `product`, or one mark per row if there is none."""
     early_stopping: EarlyStopping | None = None
-    """Early stopping of weak trials. Null: off. Not part of a trial's key, because it does not change the
-    results of finished trials."""
+    """Early stopping of weak trials. Null: off. Of its keys, only `patience` is part of a trial's key, as `recipe.patience`."""
     robustness: ProtocolName | None = None
     """Protocol to measure on each trained trial; the table then shows the results of the protocol instead of accuracy."""
 
