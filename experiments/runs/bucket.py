@@ -111,8 +111,6 @@ class S3Store(Store):
         self._once(lambda s3: self._put(s3, path.relative_to(self.folder).as_posix(), content))
 
     def download(self, path: Path) -> None:
-        if path.exists():
-            return
         content = self._once(lambda s3: self._get(s3, path.relative_to(self.folder).as_posix()))
         if content is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

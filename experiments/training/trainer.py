@@ -372,8 +372,9 @@ def trial_log(workspace: Workspace, trial: Trial, rank: int) -> Iterator[TextIO]
         UserError: the file cannot be written.
     """
     path = workspace.log(trial)
-    with suppress(StorageError):  # reported by whoever needs the bucket for more
-        workspace.store.download(path)
+    if not path.exists():
+        with suppress(StorageError):  # reported by whoever needs the bucket for more
+            workspace.store.download(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a", encoding="utf-8")

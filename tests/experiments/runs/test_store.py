@@ -22,7 +22,7 @@ def test_files_round_trip(store: Store) -> None:
     assert store.names("deep") == store.names("deep/er") == []
 
 
-def test_uploaded_file_is_downloaded_where_it_is_missing(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploaded_file_is_downloaded(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = store.folder / "logs/a.log"
     here.parent.mkdir(parents=True)
     here.write_text("first line")
@@ -30,6 +30,9 @@ def test_uploaded_file_is_downloaded_where_it_is_missing(store: Store, tmp_path:
     monkeypatch.setenv("SAN_SCRATCH", str(tmp_path / "another node"))
     store.download(store.folder / "logs/a.log")
     assert (store.folder / "logs/a.log").read_text() == "first line"
+    store.write("logs/a.log", b"of another node")
+    store.download(store.folder / "logs/a.log")
+    assert (store.folder / "logs/a.log").read_text() == "of another node"
 
 
 def test_only_one_process_has_a_claim(store: Store) -> None:
