@@ -50,7 +50,7 @@ class ResultsFile:
                 raise UserError(f"{self.path}: {expected}; choose another file")
             for row in reader:
                 try:
-                    metrics = {name: float(row[column]) for column, name in METRICS.items() if row[column]}
+                    metrics = {name: float(row[column]) for column, name in METRICS.items()}
                     metrics |= {name: float(row[name]) for name in self.measured}
                     ended = datetime.fromisoformat(row["ended"]).timestamp()
                     results[row["key"]] = Result("", True, metrics, float(row["seconds"]), ended)
@@ -60,7 +60,7 @@ class ResultsFile:
 
     def add(self, trials: Iterable[Trial], results: Mapping[str, Result]) -> None:
         """Appends the trials that are finished and measured, and not in the file yet. Other columns of the file stay empty."""
-        known = set(self.read())
+        known, metrics = set(self.read()), (*METRICS.values(), *self.measured)
         with open(self.path, "a+", encoding="utf-8", newline="") as file:
             file.seek(0)
             text = file.read()
@@ -72,14 +72,11 @@ class ResultsFile:
                 writer.writeheader()
             for trial in trials:
                 result = results.get(trial.key)
-                if trial.key in known or result is None or not result.finished:
-                    continue
-                if not result.metrics.keys() >= set(self.measured):
+                if trial.key in known or result is None or not result.finished or not set(metrics) <= result.metrics.keys():
                     continue
                 known.add(trial.key)
                 ended = datetime.fromtimestamp(result.ended, UTC).isoformat(timespec="seconds")
                 name, epochs = f"{trial.grid}/{trial.name}", trial.config.recipe.epochs
-                metrics = [result.metrics.get(metric) for metric in (*METRICS.values(), *self.measured)]
-                numbers = ["" if value is None else f"{value:.6g}" for value in metrics]
+                numbers = [f"{result.metrics[name]:.6g}" for name in metrics]
                 line = trial.key, name, epochs, f"{result.seconds:.0f}", ended, *numbers
                 writer.writerow(dict(zip(self.columns, line, strict=True)))

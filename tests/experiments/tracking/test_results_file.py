@@ -46,9 +46,11 @@ def test_other_columns_are_kept(open_small_grid: OpenGrid, tmp_path: Path) -> No
 def test_edited_file_is_named_with_its_line(open_small_grid: OpenGrid, tmp_path: Path) -> None:
     file, trials = ResultsFile(tmp_path / "kept.csv"), open_small_grid().trials
     file.add(trials[:1], {trials[0].key: result()})
-    file.path.write_text(file.path.read_text() + "abc,def\n")
-    with pytest.raises(UserError, match=r"kept.csv:3: .* the columns key, .*; delete this line"):
-        file.read()
+    header, line = file.path.read_text().splitlines()
+    for edited in ("abc,def", line.rpartition(",")[0]):
+        file.path.write_text(f"{header}\n{line}\n{edited}\n")
+        with pytest.raises(UserError, match=r"kept.csv:3: .* the columns key, .*; delete this line"):
+            file.read()
 
 
 def test_a_trial_is_kept_once_it_has_all_measurements(open_small_grid: OpenGrid, tmp_path: Path) -> None:
