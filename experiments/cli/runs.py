@@ -34,11 +34,12 @@ def list_runs(grid: str | None, runs: str | None, as_json: bool) -> None:
     \b
     Example: san runs footprint
     """
-    from experiments.runs.workspace import has_runs, open_workspace
+    from experiments.runs.workspace import open_workspace
     from experiments.tracking.listing import list_runs as listed_runs
 
     uri = open_workspace(runs).tracking_uri
-    listed = listed_runs(uri, grid and Path(grid).stem) if has_runs(uri) else []
+    is_file = grid is not None and Path(grid).suffix in (".yaml", ".yml")
+    listed = listed_runs(uri, Path(grid).stem if grid and is_file else grid)
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(run) for run in listed]))
         return

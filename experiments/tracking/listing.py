@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from mlflow.entities import Run
@@ -13,7 +13,7 @@ from mlflow.exceptions import MlflowException
 
 from experiments.errors import UserError
 from experiments.runs.claims import require_idle
-from experiments.runs.workspace import Workspace, checkpoint_folder
+from experiments.runs.workspace import Workspace, checkpoint_folder, has_runs
 from experiments.tracking import TrackerError
 from experiments.tracking.client import open_client, pages, usable
 
@@ -44,11 +44,13 @@ class ListedRun:
 
 
 def list_runs(uri: str, grid: str | None) -> list[ListedRun]:
-    """The runs of all trials, or of one grid's trials, newest first.
+    """The runs of all trials, or of one grid's trials, newest first; none if nothing was ever tracked there.
 
     Raises:
         TrackerError: the store cannot be used, or has no such grid.
     """
+    if not has_runs(uri):
+        return []
     client = open_client(uri)
     with usable(uri):
         experiments = pages(client.search_experiments)
@@ -122,18 +124,17 @@ def _listed(run: Run, differs: str) -> ListedRun:
     )
 
 
-def find_trials(uri: str, names: Iterable[str]) -> list[ListedRun]:
+def find_trials(uri: str, names: Collection[str]) -> list[ListedRun]:
     """The runs of trials with these keys, and all runs of grids with these names.
 
     Raises:
         UserError: there is no such trial or grid.
     """
     runs = list_runs(uri, None)
-    chosen = {name: [run for run in runs if name in (run.key, run.grid)] for name in names}
-    unknown = [name for name, matches in chosen.items() if not matches]
-    if unknown:
+    known = {name for run in runs for name in (run.key, run.grid)}
+    if unknown := [name for name in names if name not in known]:
         raise UserError(f"{', '.join(unknown)}: no trial or grid with this name in {uri}; list them with `san runs`")
-    return [run for run in runs if any(run in matches for matches in chosen.values())]
+    return [run for run in runs if run.key in names or run.grid in names]
 
 
 def delete_trials(workspace: Workspace, trials: Sequence[ListedRun]) -> None:

@@ -78,6 +78,8 @@ def test_refuses_trials_that_are_trained_or_wait(open_small_grid: OpenGrid, reje
     assert trial.key in known_results(grid_run)
 
 
-def test_rejects_an_unknown_name(open_small_grid: OpenGrid, rejected: Rejected) -> None:
-    runs = open_small_grid().workspace.runs
-    assert "nothing: no trial or grid with this name" in rejected("delete", "nothing", "--yes", "--runs", runs)
+def test_rejects_an_unknown_name(open_small_grid: OpenGrid, rejected: Rejected, tmp_path: Path) -> None:
+    for runs in (open_small_grid().workspace.runs, tmp_path / "mistyped"):
+        assert "nothing: no trial or grid with this name" in rejected("delete", "nothing", "--yes", "--runs", runs)
+    assert not (tmp_path / "mistyped").exists()
+    assert "no runs of grid 'v1.2'" in rejected("runs", "v1.2", "--runs", open_small_grid().workspace.runs)
