@@ -115,7 +115,7 @@ def check(request: GridRequest) -> None:
     """
     for config in expand(request, table_names(), resolve_paths=False).configs.values():
         root = config.data.root if config.data.source in ("folder", "shards") else None
-        for key, path in {"recipe.init": config.recipe.init, "data.root": root}.items():
+        for key, path in {"recipe.init": config.recipe.init, "data.root": root, "data.lists": config.data.lists}.items():
             is_name = key == "recipe.init" and path is not None and is_checkpoint_name(path)
             if path is not None and not is_name and not _is_on_the_cluster(path):
                 raise UserError(f"{key}={path}: a relative path; give an absolute path on the cluster")
@@ -171,5 +171,5 @@ def environment(names: Iterable[str]) -> dict[str, str]:
 
 def new_id(grid: Path, profile: str) -> str:
     """A readable id for a job; letters, digits, `.`, `_` and `-` only."""
-    stem = re.sub(r"[^A-Za-z0-9_.]+", "-", grid.stem).strip("-.")[:60]
-    return "-".join([*([stem] if stem else []), profile, secrets.token_hex(4)])
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", f"{grid.stem[:60]}-{profile}").strip("-.")
+    return f"{name}-{secrets.token_hex(4)}"

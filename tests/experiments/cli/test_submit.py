@@ -44,6 +44,7 @@ def test_uploads_only_the_packages_and_the_grid(tmp_path: Path, monkeypatch: pyt
         ("digits", [], "runs", "--runs runs: a relative path"),
         ("imagenet", [], None, r"data\.root=data/imagenet: a relative path"),
         ("digits", ["recipe.init=weights.pt"], None, r"recipe\.init=weights\.pt: a relative path"),
+        ("digits", ["data.lists=lists"], None, r"data\.lists=lists: a relative path"),
     ],
 )
 def test_finds_errors_before_uploading(
@@ -77,16 +78,16 @@ def test_environment_of_the_job_has_no_secrets_in_sight(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("name", "beginning"),
+    ("name", "profile", "beginning"),
     [
-        ("small.yaml", "small-digits-"),
-        (ODD_NAME, "it-s-touch-gotcha-x-y-digits-"),
-        ("-x.yaml", "x-digits-"),
-        ("é.yaml", "digits-"),
+        ("small.yaml", "digits", "small-digits-"),
+        (ODD_NAME, "digits", "it-s-touch-gotcha-x-y-digits-"),
+        ("-x.yaml", "my profile", "x-my-profile-"),
+        ("é.yaml", "digits", "digits-"),
     ],
 )
-def test_job_ids_have_only_plain_characters(name: str, beginning: str) -> None:
-    made = submit.new_id(Path(name), "digits")
+def test_job_ids_have_only_plain_characters(name: str, profile: str, beginning: str) -> None:
+    made = submit.new_id(Path(name), profile)
     assert made.startswith(beginning) and len(made) == len(beginning) + 8
 
 
