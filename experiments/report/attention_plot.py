@@ -200,7 +200,8 @@ def save_page(networks: Sequence[Mapping[str, Attention]], layer: str, path: Pat
     title = " and ".join(layers[next(iter(layers))].model for layers in networks)
     page = templates().get_template("attention.html")
     try:
-        path.write_text(page.render(title=title, picture=first.picture, layer=layer, data=data))
+        text = page.render(title=title, picture=first.picture, layer=layer, data=data)
+        path.write_text(text, encoding="utf-8", errors="replace")  # names of files need not be text
     except OSError as error:
         raise UserError(f"{path}: cannot write this file ({error.strerror}); choose another file with --out") from None
 

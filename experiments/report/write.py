@@ -53,7 +53,7 @@ def _write_files(report: GridReport, texts: Mapping[str, str], folder: Path, has
             print_status(f"plot: {grid_run.workspace.uri(files[-1])}")
         if has_page:
             files.append(folder / "report.html")
-            files[-1].write_text(render(_with_curves(report)), encoding="utf-8")
+            files[-1].write_text(render(_with_curves(report)), encoding="utf-8", errors="replace")
             print_status(f"report: {grid_run.workspace.uri(files[-1])}")
     return files
 
@@ -89,7 +89,7 @@ def write_trials(grid_run: GridRun, results: Mapping[str, Result], path: Path) -
 
 def _write(path: Path, text: str, what: str, option: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")  # names of classes need not be text
     except OSError as error:
         raise UserError(f"{path}: cannot write the {what} ({error.strerror}); choose another file with {option}") from None
     print_status(f"{what}: {path}")

@@ -19,7 +19,7 @@ from tests.experiments.report.conftest import read_page, text_of
 
 
 def test_page_contains_the_weights_of_all_layers_and_pixels(files: Path, tmp_path: Path, run_san: San) -> None:  # noqa: F811
-    page, picture = tmp_path / "page.html", files / "colours.png"
+    page, picture = tmp_path / "page.html", shutil.copy(files / "colours.png", tmp_path / "not UTF-8 \udcff.png")
     options = ("--profile", "digits", "--out", page, "--compare", files / "san10_scalar.pt", "--layer", "0")
     code, _, err = run_san("attention-page", files / "san10_patchwise.pt", picture, *options)
     assert code == 0, err

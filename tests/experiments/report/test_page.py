@@ -19,6 +19,7 @@ from experiments.report.plots import CURVES
 from experiments.report.write import write_page
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.summary import Confusion
+from experiments.tracking import Result
 from tests.experiments.conftest import OpenGrid, Printed, San, WriteGrid
 from tests.experiments.report.conftest import QUESTION, finished, read_page, rows_of_table, save_untrained, text_of
 
@@ -42,7 +43,7 @@ def test_page_of_a_grid(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -
     for trial in grid_run.trials[:2]:  # both seeds of a row
         path = grid_run.workspace.checkpoints(trial) / "confusion.csv"
         path.parent.mkdir(parents=True)
-        path.write_bytes(Confusion(("<b>cat</b>", "dog"), ((3, 1), (0, 4))).as_csv())
+        path.write_bytes(Confusion(("<b>cat</b>", "d\udcffg"), ((3, 1), (0, 4))).as_csv())
     (tmp_path / "mine.py").touch()
     options = ("--seeds", "2", "--runs", grid_run.workspace.runs, "--json", "--html", tmp_path / "page.html", "--import")
     run_san("report", tmp_path / "invented.yaml", *options, tmp_path / "mine.py")
@@ -63,7 +64,7 @@ def test_page_of_a_grid(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -
     rows = {row[0]: row[1:] for row in rows_of_table(root, "results")}
     assert rows["resnet26_3"] == ["76.0", "90.5 (90.0, 91.0)", "100.0", "13.7", "13.7", "2.4", "2.4"]
     assert rows["pairwise_5"][:2] == ["76.6", "94.0 1 of 2 seeds"]
-    assert rows["patchwise_5"][:3] == ["78.7", "not finished", "not finished"]
+    assert rows["patchwise_5"][:3] == ["78.7", "not finished", DASH]
 
     charts = root.findall(".//div[@class='charts']/img")
     assert len(charts) == 2 + 4 + 2  # plot and cost, ours and the paper's; curves
@@ -79,9 +80,9 @@ def test_page_of_a_grid(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -
 
     assert rows_of_table(root, "accuracy-by-class") == [
         ["<b>cat</b>", "75.0"],
-        ["dog", "100.0"],
+        ["d?g", "100.0"],
         ["<b>cat</b>", "6", "2"],  # the sum over the seeds
-        ["dog", "0", "8"],
+        ["d?g", "0", "8"],
     ]
     turned = rows_of_table(root, "robustness-rotation")
     assert turned[turned.index(["cw90"]) :][1:3] == [
@@ -101,6 +102,12 @@ def test_command_draws_the_attention_of_the_best_row(finished_grid: OpenGrid, tm
     assert command == f"san attention {best.key} 0 --import={tmp_path / 'mine.py'} --runs {grid_run.workspace.runs}"
     save_untrained(grid_run, best)
     assert "patchwise" in printed(*shlex.split(command)[1:], "--out", tmp_path / "attention.png")
+
+
+def test_row_that_was_stopped_early_shows_its_last_epoch(finished_grid: OpenGrid) -> None:
+    grid_run = finished_grid()
+    stopped = {grid_run.trials[-1].key: Result("run", False, {}, stopped_at=1)}
+    assert "stopped at epoch 1 of 3 by early stopping" in render(grid_report(grid_run, known_results(grid_run) | stopped))
 
 
 def test_large_grids_show_only_the_best_rows(write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
