@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -46,9 +46,7 @@ def convert(source: str, target: str, overrides: tuple[str, ...], force: bool, r
     \b
     Example: san convert released.pth san10.pt model.name=san10_pairwise
     """
-    from experiments.evaluation.evaluate import open_checkpoint
     from experiments.runs.store import is_uri
-    from experiments.training.checkpoint import resolve_checkpoint
     from san.models import checkpoint
 
     if is_uri(target):
@@ -56,8 +54,7 @@ def convert(source: str, target: str, overrides: tuple[str, ...], force: bool, r
         raise UserError(f"{kind}://...: `san convert` writes local files only; give a local path as TARGET")
     if os.path.lexists(target) and not force:
         raise UserError(f"{target}: already exists; choose another file, or overwrite this one with --force")
-    with resolve_checkpoint(source, runs) as (path, _):
-        model = open_checkpoint(path, overrides).model
+    model = _opened(source, overrides, None, runs).model
     checkpoint.save_checkpoint(model, target)
     overridden = [f"{key}={as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
     params = sum(parameter.numel() for parameter in model.parameters())
@@ -98,14 +95,13 @@ def evaluate(
     from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images
     from experiments.runner.progress import counting
     from experiments.training.checkpoint import resolve_checkpoint
-    from experiments.training.images import transform
 
     with resolve_checkpoint(checkpoint, runs) as (path, uri):
         opened = open_checkpoint(path, overrides, profile)
         images = open_images(opened, split)
         batches = -(-len(images) // opened.config.recipe.images_at_once())
         with counting("", batches, "batches") as count:
-            evaluation = evaluate_checkpoint(opened, images, transform(opened.config.data), count)
+            evaluation = evaluate_checkpoint(opened, images, count)
     if uri is not None:
         evaluation = dataclasses.replace(evaluation, checkpoint=uri)
     if evaluation.own_images is False and split is None:
@@ -160,10 +156,9 @@ def predict(
     \b
     Example: san predict san10_patchwise_cifar10 photos --csv photos.csv
     """
-    from experiments.evaluation.evaluate import find_images, open_checkpoint, write_csv
+    from experiments.evaluation.evaluate import find_images, write_csv
     from experiments.evaluation.evaluate import predict as predictions_of
     from experiments.runner.progress import counting
-    from experiments.training.checkpoint import resolve_checkpoint
 
     is_printed = as_json or table == Path("-")
     if as_json and table == Path("-"):
@@ -174,8 +169,7 @@ def predict(
     paths, skipped = find_images(names, listed_in)
     if skipped:
         click.echo(skipped, err=True)
-    with resolve_checkpoint(checkpoint, runs) as (path, _):
-        opened = open_checkpoint(path, [word for word in images if word not in names], profile)
+    opened = _opened(checkpoint, [word for word in images if word not in names], profile, runs)
     if opened.classes is None:
         click.echo(f"{checkpoint}: the names of the classes are not known; classes are numbered from 0", err=True)
     failed = 0
@@ -381,7 +375,7 @@ def attention_page(
     click.echo(f"{out}: open this file in a browser")
 
 
-def _opened(checkpoint: str, overrides: tuple[str, ...], profile: str | None, runs: str | None) -> LoadedModel:
+def _opened(checkpoint: str, overrides: Sequence[str], profile: str | None, runs: str | None) -> LoadedModel:
     from experiments.evaluation.evaluate import open_checkpoint
     from experiments.training.checkpoint import resolve_checkpoint
 

@@ -165,7 +165,7 @@ def _hours(hours: TimeEstimate | None) -> str:
 @click.option("--html", type=FilePath(), help="Write the table, plots and curves to this HTML file.")
 @click.option(
     "--csv",
-    type=FilePath(allow_dash=True),
+    type=FilePath(),
     help="Write one line per trial, with settings, counts and final metrics, to this CSV file. - prints only these lines.",
 )
 @AS_JSON

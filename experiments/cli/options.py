@@ -37,8 +37,8 @@ def import_now(_context: click.Context, _option: click.Parameter, paths: Sequenc
 class FilePath(click.Path):
     """A path, in which `~` is the home folder also where no shell has replaced it, as in `--csv=~/results.csv`."""
 
-    def __init__(self, exists: bool = False, allow_dash: bool = False) -> None:
-        super().__init__(exists=exists, allow_dash=allow_dash, path_type=Path)
+    def __init__(self, exists: bool = False) -> None:
+        super().__init__(exists=exists, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(Path(os.path.expanduser(value)), param, ctx)

@@ -14,7 +14,7 @@ from experiments.evaluation.evaluate import Evaluation, LoadedModel, evaluate_ch
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.progress import counting
 from experiments.training.checkpoint import last_of
-from experiments.training.images import open_data, transform
+from experiments.training.images import open_data
 from pipelines import Dataset
 from san.models import pretrained
 
@@ -46,8 +46,8 @@ def main(overrides: tuple[str, ...], runs: str | None) -> None:
             continue
         opened = open_checkpoint(file)
         train, val = open_data(trial.config.data)[0], open_images(opened)
-        with counting(trial.row, -(-len(val) // opened.config.recipe.batch_size), "batches") as count:
-            evaluation = evaluate_checkpoint(opened, val, transform(opened.config.data), count)
+        with counting(trial.row, -(-len(val) // opened.config.recipe.images_at_once()), "batches") as count:
+            evaluation = evaluate_checkpoint(opened, val, count)
         name = f"{trial.row}_cifar10"
         save(name, opened, evaluation, train, USAGE.format(name=name, command=command, key=trial.key))
         click.echo(f"{name}: top-1 {evaluation.top1:.4f} %  loss {evaluation.loss:.6f}")
@@ -71,7 +71,7 @@ def save(name: str, opened: LoadedModel, evaluation: Evaluation, train: Dataset,
         data=trained_on,
         accuracy=accuracy,
         license="mit",
-        usage=usage.rstrip(),
+        usage=usage,
         facts=facts,
     )
 

@@ -180,7 +180,6 @@ def open_images(opened: LoadedModel, split: str | None = None) -> Dataset:
 def evaluate_checkpoint(
     opened: LoadedModel,
     images: Dataset,
-    transform: Transform,
     ended: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Measures exact accuracy and loss over all images, on a GPU if there is one. `ended` is called after each batch.
@@ -191,7 +190,7 @@ def evaluate_checkpoint(
     Raises:
         DataError: an image cannot be used.
     """
-    loader = evaluation_loader(opened, images, transform, opened.config.recipe.images_at_once())
+    loader = evaluation_loader(opened, images, transform(opened.config.data), opened.config.recipe.images_at_once())
     loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), loader, ended)
     return Evaluation(
         checkpoint=str(opened.path),

@@ -103,12 +103,8 @@ def table_rows(grid_run: GridRun, results: Mapping[str, Result]) -> list[TableRo
     grid, trials = grid_run.grid, grid_run.trials
     paper = {} if grid.table is None else paper_rows(grid.table)
     counts = counts_of_trained(trials) if grid.table is None else counts_at_paper_setting(grid_run.full_size)
-    configs = {trial.row: trial.config for trial in trials}
-    settings = {row: {key: _as_in_a_grid(value_at(config, key)) for key in grid.product} for row, config in configs.items()}
-    return [
-        _table_row(row.id, trials, results, paper.get(row.id, PaperRow()), counts.get(row.id), settings.get(row.id, {}))
-        for row in grid.rows
-    ]
+    of_row = {row.id: [trial for trial in trials if trial.row == row.id] for row in grid.rows}
+    return [_table_row(row, of_row[row], results, paper.get(row, PaperRow()), counts.get(row), grid.product) for row in of_row]
 
 
 def _as_in_a_grid(value: object) -> str:
@@ -132,10 +128,11 @@ def _table_row(
     results: Mapping[str, Result],
     paper: PaperRow,
     counts: san.Complexity | None,
-    settings: Mapping[str, str],
+    product: Iterable[str],
 ) -> TableRow:
-    has_top5 = all(class_count(trial) > 5 for trial in trials if trial.row == row)
-    finished = finished_metrics(row, trials, results)
+    """`trials` are those of the row, and `product` has the keys of the grid's product."""
+    has_top5 = all(class_count(trial) > 5 for trial in trials)
+    finished = [result.metrics for _, result in finished_trials(trials, results)]
     by_seed = tuple(metrics["val/top1"] for metrics in finished)
     top1 = _mean(by_seed)
     return TableRow(
@@ -144,22 +141,22 @@ def _table_row(
         top1=top1,
         top1_half_width=half_width(by_seed),
         top1_by_seed=by_seed,
-        difference=_minus(top1, paper.top1) if top1 is not None and is_papers_setting(row, trials) else None,
+        difference=_minus(top1, paper.top1) if top1 is not None and is_papers_setting(trials) else None,
         top5=_mean([metrics["val/top5"] for metrics in finished if has_top5]),
         seeds=len(finished),
         paper_params=paper.params,
         params=counts.params / 1e6 if counts else None,
         paper_flops=paper.flops,
         flops=counts.flops_paper / 1e9 if counts else None,
-        note=_early_stops(row, trials, results),
-        settings=settings,
+        note=_early_stops(trials, results),
+        settings={key: _as_in_a_grid(value_at(trial.config, key)) for trial in trials[:1] for key in product},
     )
 
 
-def is_papers_setting(row: str, trials: Sequence[Trial]) -> bool:
-    """Returns whether a row's accuracies are comparable with the paper's: trained on all photographs of 1000 classes, with the
-    image size and the number of epochs of the paper."""
-    return all(_matches_paper(trial) for trial in trials if trial.row == row)
+def is_papers_setting(trials: Sequence[Trial]) -> bool:
+    """Whether the accuracies of a row's trials are comparable with the paper's: trained on all photographs of 1000 classes,
+    with the image size and the number of epochs of the paper."""
+    return all(map(_matches_paper, trials))
 
 
 def _matches_paper(trial: Trial) -> bool:
@@ -170,16 +167,10 @@ def _matches_paper(trial: Trial) -> bool:
     return are_photographs and class_count(trial) == CLASSES
 
 
-def finished_metrics(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> list[Mapping[str, float]]:
-    """The metrics of a row's finished trials, one mapping per seed, in the order of the trials."""
-    return [result.metrics for trial, result in finished_trials(trials, results) if trial.row == row]
-
-
-def _early_stops(row: str, trials: Sequence[Trial], results: Mapping[str, Result]) -> str | None:
-    of_row = [trial for trial in trials if trial.row == row]
-    stops = [(trial, results[trial.key].stopped_at) for trial in of_row if trial.key in results]
+def _early_stops(trials: Sequence[Trial], results: Mapping[str, Result]) -> str | None:
+    stops = [(trial, results[trial.key].stopped_at) for trial in trials if trial.key in results]
     sentences = [
-        f"{f'seed {trial.seed} ' if len(of_row) > 1 else ''}stopped at epoch {epoch} of {trial.config.recipe.epochs}"
+        f"{f'seed {trial.seed} ' if len(trials) > 1 else ''}stopped at epoch {epoch} of {trial.config.recipe.epochs}"
         for trial, epoch in stops
         if epoch is not None
     ]
@@ -190,14 +181,15 @@ def grid_measurements(
     protocol: Protocol, trials: Sequence[Trial], results: Mapping[str, Result], paper: Mapping[str, Mapping[str, float]]
 ) -> list[Measurement]:
     """The measurements of a grid. `paper` maps each row to its printed numbers, for example `cw90_top1`."""
+    of_row = {row: [trial for trial in trials if trial.row == row] for row in dict.fromkeys(trial.row for trial in trials)}
     ours = {
-        trial.row: [
-            {condition.name: condition.numbers_in(metrics) for condition in protocol.conditions}
-            for metrics in finished_metrics(trial.row, trials, results)
+        row: [
+            {condition.name: condition.numbers_in(result.metrics) for condition in protocol.conditions}
+            for _, result in finished_trials(of_row[row], results)
         ]
-        for trial in trials
+        for row in of_row
     }
-    return measurements(protocol, ours, paper, {row for row in ours if is_papers_setting(row, trials)})
+    return measurements(protocol, ours, paper, {row for row in ours if is_papers_setting(of_row[row])})
 
 
 def measurements(

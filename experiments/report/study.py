@@ -53,17 +53,12 @@ SCORES: Mapping[str, Score] = {
     "top1": Score("top-1", itemgetter("top1")),
     "turned": Score("mean top-1 after three rotations and a flip", _turned),
     "drop": Score("lost", lambda numbers: round(numbers["none_top1"] - _turned(numbers), 6), sign=-1),
-    **{
-        name: Score(words, itemgetter(name), sign)
-        for name, words, sign in (
-            ("none_top1", "top-1, unchanged images", 1),
-            ("clean_top1", "top-1, unchanged images", 1),
-            ("n2_success", "success of attacks in 2 steps", -1),
-            ("n2_top1", "top-1 under them", 1),
-            ("n4_success", "success of attacks in 4 steps", -1),
-            ("n4_top1", "top-1 under them", 1),
-        )
-    },
+    "none_top1": Score("top-1, unchanged images", itemgetter("none_top1")),
+    "clean_top1": Score("top-1, unchanged images", itemgetter("clean_top1")),
+    "n2_success": Score("success of attacks in 2 steps", itemgetter("n2_success"), sign=-1),
+    "n2_top1": Score("top-1 under them", itemgetter("n2_top1")),
+    "n4_success": Score("success of attacks in 4 steps", itemgetter("n4_success"), sign=-1),
+    "n4_top1": Score("top-1 under them", itemgetter("n4_top1")),
 }
 SHOWN: Mapping[ProtocolName, Sequence[str]] = {
     "rotation": ("none_top1", "turned", "drop"),

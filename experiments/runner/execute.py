@@ -168,7 +168,7 @@ def _train_claimed(
 
 
 def _measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | None) -> None:
-    """Measures the robustness of trained trials and tracks each result at once. The arguments are as in `_train`."""
+    """Measures the robustness of trained trials and tracks each result at once. `missing` holds the tasks by key."""
     start, store, placement = time.monotonic(), grid_run.workspace.store, replace(grid_run.placement, workers=1)
     trials = {key: task.trial for key, task in missing.items()}
     with (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -98,8 +98,7 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
     run."""
     from cluster.session import is_local, session  # imports Ray
 
-    unfinished = [trial for trial in planned if not trial.finished and trial.stopped_at is None]
-    missing = {trial.key: trial for trial in reversed(unfinished)}  # the first of equal ones has the hours
+    missing = [trial.hours for trial in planned if trial.hours is not None]
     first, *notes = images_in_words(grid_run)
     first += f": {trial_count(len(planned))}, {len(missing)} to train"
     lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in planned))
@@ -108,19 +107,19 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
         return [first, *beside], True
     first += " in the order above"
     beside += _unequal_sizes(planned)
-    here = this_machine if is_local(address) else None
-    with nullcontext(here()) if here else session(address) as resources:
+    local = is_local(address)
+    with nullcontext(this_machine()) if local else session(address) as resources:
         try:
             at_once = min(concurrency(grid_run.placement, resources), len(missing))
         except ClusterError as error:
-            return [first, *beside, f"cannot run here: {error}", *_in_hours(missing.values(), None)], False
+            return [first, *beside, f"cannot run here: {error}", *_in_hours(missing, None)], False
     nodes = len(resources.nodes)
-    where = "this machine" if here else f"the cluster ({nodes} {'node' if nodes == 1 else 'nodes'})"
+    where = "this machine" if local else f"the cluster ({nodes} {'node' if nodes == 1 else 'nodes'})"
     return [
         first,
         *beside,
         f"{where} has {concurrency_in_words(grid_run, resources, at_once)}",
-        *_in_hours(missing.values(), at_once),
+        *_in_hours(missing, at_once),
     ], True
 
 
@@ -153,8 +152,7 @@ def concurrency_in_words(grid_run: GridRun, resources: Resources, at_once: int) 
     return f"{resources}: {concurrent}"
 
 
-def _in_hours(missing: Collection[PlannedTrial], at_once: int | None) -> list[str]:
-    hours = [trial.hours for trial in missing if trial.hours is not None]
+def _in_hours(hours: Sequence[TimeEstimate], at_once: int | None) -> list[str]:
     cpu, gpu, wall = (sum(getattr(each, unit) for each in hours) for unit in ("cpu", "gpu", "wall"))
     text = f"CPU time {duration(3600 * cpu)}" + (f", GPU time {duration(3600 * gpu)}" if gpu else "")
     if at_once:

@@ -162,7 +162,6 @@ def test_grid_trains_a_model_of_timm(tmp_path: Path) -> None:
     from experiments.config.grid import GridRequest
     from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images
     from experiments.runner.grid_run import open_grid_run
-    from experiments.training.images import transform
     from experiments.training.trainer import run_trial
 
     (tmp_path / "grid.yaml").write_text(GRID)
@@ -173,5 +172,5 @@ def test_grid_trains_a_model_of_timm(tmp_path: Path) -> None:
     run_trial(grid_run.workspace, trial, lambda metrics: None)
     metrics = grid_run.tracker.results()[trial.key].metrics
     opened = open_checkpoint(grid_run.workspace.checkpoints(trial))
-    found = evaluate_checkpoint(opened, open_images(opened), transform(opened.config.data))
+    found = evaluate_checkpoint(opened, open_images(opened))
     assert (found.model, found.top1) == ("timm/test_resnet", metrics["summary/best_top1"])

@@ -49,7 +49,7 @@ PAIRWISE = ("model.name=san10_pairwise", "model.footprint=3")
 
 def evaluated(path: Path, *overrides: str, profile: str | None = None, split: str | None = None) -> Evaluation:
     opened = open_checkpoint(path, overrides, profile)
-    return evaluate_checkpoint(opened, open_images(opened, split), transform(opened.config.data))
+    return evaluate_checkpoint(opened, open_images(opened, split))
 
 
 def measured(found: Evaluation) -> tuple[float, float, float, int]:
@@ -123,7 +123,7 @@ def test_folder_of_weights_gives_the_same_accuracy(
     monkeypatch.setattr(weights, "PROFILE", "digits")
     opened = open_checkpoint(trained.folder)
     images = open_images(opened)
-    validated = evaluate_checkpoint(opened, images, transform(opened.config.data))
+    validated = evaluate_checkpoint(opened, images)
     weights.save("small_digits", opened, validated, images, usage="")
     found = json.loads(run_san("evaluate", "small_digits", *HELD_OUT, "--json")[1])
     assert (found["top1"], found["loss"], found["own_images"]) == (validated.top1, validated.loss, True)
