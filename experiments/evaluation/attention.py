@@ -18,6 +18,7 @@ from experiments.training.images import transform
 from pipelines import DataError, Dataset, Loader
 from pipelines.datasets.check import broken_images
 from san.choice import choices
+from san.models.modules import ModuleModel
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, SelfAttention, attention_weights
 
 Floats = NDArray[np.float32]
@@ -233,9 +234,10 @@ def layer_name(opened: LoadedModel, asked: str | None) -> str:
         UserError: no such layer, or a network without attention.
     """
     layers = {name: module for name, module in opened.model.named_modules() if isinstance(module, SelfAttention)}
-    if not layers:
+    if not layers or isinstance(opened.model, ModuleModel):  # whose stages are not known
         raise UserError(
-            f"{opened.path}: {opened.model.spec.name} has no attention layers; give a checkpoint of a self-attention network"
+            f"{opened.path}: {opened.model.spec.name} has no attention layers that can be drawn; give a checkpoint of one of "
+            "this project's self-attention networks"
         )
     names = list(layers)
     if asked is None:

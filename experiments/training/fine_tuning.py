@@ -49,6 +49,11 @@ def initialize(model: BaseModel, init: str, digest: str | None, runs: str | Path
         state, expected = source.state_dict(), model.state_dict()
         done = f"recipe.init: weights from {init}"
         if number != model.num_classes or (names is not None and tuple(names) != tuple(classes)):
+            if not model.classifier_name:
+                raise UserError(
+                    f"trained on other classes than the images have, and the classifier of {model.spec.name} is not known; use "
+                    "weights for the same classes, or one of this project's networks"
+                )
             state |= {name: weight for name, weight in expected.items() if name.startswith(f"{model.classifier_name}.")}
             other = (
                 f"{model.num_classes} classes instead of {number}"

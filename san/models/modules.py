@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import ClassVar, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,12 @@ class ModuleSpec(ModelSpec):
     """A model that a function builds. Each parameter of the function besides `SIZES` is a field of a subclass."""
 
     function: ClassVar[Build]
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle does not find the class of a function
+        return _again, (self.name, {each.name: getattr(self, each.name) for each in fields(self) if each.name != "name"})
+
+    def __deepcopy__(self, memo: object) -> ModuleSpec:
+        return self
 
     def check_input(self, size: int) -> None:
         """Raises ModelError if the function or its model fails, or does not return logits, for images of this size."""
@@ -74,6 +80,23 @@ class ModuleModel(BaseModel):
     def forward(self, x_NCHW: Tensor) -> Tensor:
         logits_NC: Tensor = self.module(x_NCHW)
         return logits_NC
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        raise ValueError(f"the classifier of {self.spec.name} is not known; create the model with another num_classes")
+
+    def set_drop_rates(self, drop_rate: float = 0.0, drop_path_rate: float = 0.0) -> None:
+        if drop_rate or drop_path_rate:
+            raise ValueError(f"the blocks of {self.spec.name} are not known; its function can take the rates as parameters")
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        if enable:
+            raise ValueError(f"the blocks of {self.spec.name} are not known, so their activations cannot be recomputed")
+
+
+def _again(name: str, values: dict[str, object]) -> ModelSpec:
+    from san.models.registry import model_spec  # imports this file
+
+    return model_spec(name, values)
 
 
 def module_spec(name: str, function: Build) -> ModuleSpec:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,6 +96,24 @@ def test_registration_rejects_our_names_and_parameters_that_cannot_be_fields() -
 
     with pytest.raises(ValueError, match="widths must be a number, a text, a tuple or None"):
         san.register_model("other")(with_list)
+
+
+def test_copies_and_pickles_have_the_same_spec() -> None:
+    san.register_model("tiny")(tiny)
+    model = san.create_model("tiny", 10, widths=[4])
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again.spec == model.spec
+        torch.testing.assert_close(again.state_dict(), model.state_dict())
+
+
+def test_what_needs_the_parts_of_a_model_is_refused() -> None:
+    san.register_model("tiny")(tiny)
+    model = san.create_model("tiny", 10)
+    model.set_drop_rates(0.0)
+    model.set_grad_checkpointing(False)
+    for refused in (lambda: model.set_drop_rates(0.1), model.set_grad_checkpointing, lambda: model.reset_classifier(5)):
+        with pytest.raises(ValueError, match=r"of tiny (is|are) not known"):
+            refused()
 
 
 def test_own_model_can_be_replaced() -> None:

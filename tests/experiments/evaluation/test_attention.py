@@ -1,6 +1,7 @@
 """`san attention` and the page's samples: the weights that the network used, a description, and clear errors."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import san
-from experiments.evaluation.attention import Attention, attention_in_words, between_channels, compute_attention, open_image
+from experiments.errors import UserError
+from experiments.evaluation.attention import (
+    Attention,
+    attention_in_words,
+    between_channels,
+    compute_attention,
+    layer_name,
+    open_image,
+)
 from experiments.evaluation.evaluate import LoadedModel, open_checkpoint
 from san import ops
+from san.models.modules import module_spec
 from tests.experiments.conftest import Rejected, San, captured_san
 
 KINDS = {"pairwise": "san10_pairwise", "patchwise": "san10_patchwise", "scalar": "san10_scalar"}
@@ -154,6 +164,12 @@ def test_rejects_other_images(
         code, out, err = captured_san(monkeypatch, capfd, *command)
         assert (code, out) == (2, ""), image
         assert f"san: {tmp_path / image}: {words}" in err
+
+
+def test_rejects_a_network_with_other_stages(files: Path) -> None:
+    mine = module_spec("mine", lambda num_classes, in_channels: san.create_model("san10_pairwise", num_classes)).build(10)
+    with pytest.raises(UserError, match="mine has no attention layers that can be drawn"):
+        layer_name(replace(opened(files, "pairwise"), model=mine), None)
 
 
 def test_rejects(files: Path, rejected: Rejected, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import san
 from experiments.config.grid import GridRequest
@@ -19,7 +20,9 @@ from experiments.training.checkpoint import Checkpoint
 from experiments.training.fine_tuning import init_digest, initialize
 from experiments.training.trainer import run_trial
 from san.models.base import BaseModel
+from san.models.modules import module_spec
 from san.models.pretrained import save_folder
+from san.models.registry import VARIANTS
 from tests.experiments.conftest import HELD_OUT, Trained, WriteGrid
 from tests.experiments.samples import SHORT, silent
 
@@ -98,6 +101,17 @@ def test_classifier_is_new_if_the_classes_differ(classes: tuple[str, ...], tmp_p
     assert "with a new classifier" in started(mine, tmp_path / "a.pt", classes=classes)
     assert equal(mine, theirs, except_for="head.")
     assert torch.equal(mine.head.weight, fresh.head.weight)  # type: ignore[union-attr, arg-type]
+
+
+def test_classifier_of_a_registered_model_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = module_spec("linear", lambda num_classes, in_channels: nn.Linear(in_channels, num_classes))
+    monkeypatch.setitem(VARIANTS, "linear", spec)
+    theirs = spec.build(2)
+    theirs.pretrained_cfg = {"label_names": ["a", "b"]}
+    san.save_checkpoint(theirs, tmp_path / "a.pt")
+    started(spec.build(2), tmp_path / "a.pt", classes=("a", "b"))
+    with pytest.raises(UserError, match="the classifier of linear is not known"):
+        started(spec.build(2), tmp_path / "a.pt", classes=("b", "a"))
 
 
 @pytest.mark.parametrize(
