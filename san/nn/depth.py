@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
+
+from san.ops.functional import backend, chosen_backend
 
 
 def drop_path(y_NCHW: Tensor, rate: float, training: bool) -> Tensor:
@@ -37,24 +39,28 @@ class Blocks(nn.Sequential):
         return x_NCHW
 
 
-class _FrozenStatistics(AbstractContextManager[None]):
-    """Inside the block, BatchNorm uses the batch's statistics, but leaves running statistics as they are. It can be entered
-    again, because each backward pass recomputes the activations."""
+class _Recomputation(AbstractContextManager[None]):
+    """Inside the block, operators have the implementation of the forward pass, also in a thread of autograd, and BatchNorm uses
+    the batch's statistics, but leaves running statistics as they are. It can be entered again, because each backward pass
+    recomputes the activations."""
 
     def __init__(self, block: nn.Module) -> None:
         self.norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
-        self.before: list[tuple[float | None, Tensor | None]] = []
+        self.backend, self.before = chosen_backend(), ExitStack()
 
     def __enter__(self) -> None:
-        self.before = [(norm.momentum, norm.num_batches_tracked) for norm in self.norms]
+        self.before.enter_context(backend(self.backend))
         for norm in self.norms:
-            norm.momentum, norm.num_batches_tracked = 0.0, None
+            momentum, count = norm.momentum, norm.num_batches_tracked
+            self.before.callback(setattr, norm, "momentum", momentum)
+            self.before.callback(setattr, norm, "num_batches_tracked", count)
+            # SyncBatchNorm needs something to count with.
+            norm.momentum, norm.num_batches_tracked = 0.0, None if count is None else count.clone()
 
     def __exit__(self, *error: object) -> None:
-        for norm, (momentum, count) in zip(self.norms, self.before, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, count
+        self.before.close()
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Of the forward pass and of each recomputation."""
-    return nullcontext(), _FrozenStatistics(block)
+    return nullcontext(), _Recomputation(block)

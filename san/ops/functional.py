@@ -36,6 +36,11 @@ def backend(name: Backend) -> AbstractContextManager[None]:
     return _chosen(name)
 
 
+def chosen_backend() -> Backend:
+    """The implementation that `backend` has chosen here."""
+    return _backend.get()
+
+
 @contextmanager
 def _chosen(name: Backend) -> Iterator[None]:
     token = _backend.set(name)

@@ -29,3 +29,18 @@ def test_checkpoints_change_neither_gradients_nor_statistics(name: str) -> None:
     total = saving(x_NCHW).square().sum()
     twice = [torch.autograd.grad(total, list(saving.parameters()), retain_graph=True) for _ in range(2)]
     torch.testing.assert_close(*twice)
+
+
+def test_recomputation_has_the_backend_of_the_forward_pass() -> None:
+    model, x_NCHW = san.create_model("san10_pairwise", 5, num_stages=2, width_mult=0.5), torch.randn(2, 3, 32, 32)
+    model.set_grad_checkpointing()
+    with san.ops.backend("reference"):
+        total = model(x_NCHW).square().sum()
+    total.backward()
+
+
+def test_recomputation_counts_no_batch_of_synchronized_norms() -> None:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(san.create_model("resnet26", 5, num_stages=2, width_mult=0.5))
+    model.set_grad_checkpointing()
+    model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+    assert {int(norm.num_batches_tracked) for norm in model.modules() if isinstance(norm, nn.SyncBatchNorm)} == {1}
