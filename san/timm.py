@@ -68,7 +68,12 @@ def _register(name: str, variant: str) -> None:
             raise ValueError(f"{name} has no weights, but {have}; for the authors' files, use san.load_released_checkpoint")
         build = partial(_build, variant)
         build.__name__ = name  # type: ignore[attr-defined]
-        model: BaseModel = build_model_with_cfg(build, name, pretrained, feature_cfg={"feature_cls": "getter"}, **settings)
+        known = read_config(WEIGHTS_DIR / variant)["overrides"] if variant in INCLUDED else {}
+        maps = settings.get("num_stages") or known.get("num_stages") or 5
+        feature_cfg = {"feature_cls": "getter", "out_indices": tuple(range(maps))}
+        model: BaseModel = build_model_with_cfg(build, name, pretrained, feature_cfg=feature_cfg, **settings)
+        if isinstance(model, BaseModel) and model.num_classes != len(model.pretrained_cfg.get("label_names") or ()):
+            model.pretrained_cfg.pop("label_names", None)  # of other classes
         return model
 
     entry.__name__ = name

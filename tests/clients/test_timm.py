@@ -70,6 +70,14 @@ def test_features() -> None:
             assert hasattr(whole.get_submodule(module), "weight") or module in whole.stage_names, (name, module)
 
 
+def test_networks_with_weights_give_their_maps_and_forget_other_classes() -> None:
+    maps = timm.create_model("san10_pairwise_cifar10", pretrained=True, features_only=True)
+    assert [x.shape[1] for x in maps(IMAGES)] == maps.feature_info.channels()
+    assert "label_names" in timm.create_model("san10_pairwise_cifar10", pretrained=True).pretrained_cfg
+    other = timm.create_model("san10_pairwise_cifar10", pretrained=True, num_classes=7)
+    assert isinstance(other, BaseModel) and "label_names" not in other.pretrained_cfg
+
+
 def test_drop_rates() -> None:
     model = small("san10_pairwise", drop_rate=0.5, drop_path_rate=0.2)
     rates = [module.drop_path_rate for module in model.modules() if isinstance(module, san.nn.SelfAttentionBlock)]
