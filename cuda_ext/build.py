@@ -315,7 +315,7 @@ def failure(log: Path) -> BuildError:
 
 
 def digest() -> str:
-    """Names the builds of these sources: any change of sources, flags, torch or the kind of machine gives another name."""
+    """Names the builds of these sources: another name after any change of the sources, these flags, torch or the kind of machine."""
     state = hashlib.sha256()
     for path in sorted(p for p in SOURCE_DIR.rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
         state.update(path.relative_to(SOURCE_DIR).as_posix().encode() + path.read_bytes())
@@ -329,7 +329,7 @@ def libraries(retry: bool = False) -> dict[str, Path | BuildError]:
 
     A build that failed is only repeated with `retry`, because it can take minutes.
     """
-    folder = Path(os.environ.get("SAN_CACHE", Path.home() / ".cache" / "san")) / f"ext-{digest()}"
+    folder = Path(os.environ.get("SAN_CACHE") or Path.home() / ".cache" / "san") / f"ext-{digest()}"
     built: dict[str, Path | BuildError] = {}
     wanted: dict[str, tuple[Path, Toolchain]] = {}
     refusal = cuda_refusal()
@@ -348,12 +348,14 @@ def libraries(retry: bool = False) -> dict[str, Path | BuildError]:
                 wanted[part] = library, toolchain
         except BuildError as error:
             built[part] = error
+        except OSError as error:
+            built[part] = BuildError(f"cannot read {folder} ({error}); set SAN_CACHE to a writable folder")
     if wanted:
         built |= _build_once(folder, wanted, retry)
-    for part in built:
-        others = sorted(folder.glob(f"{part}-*.so"), key=lambda path: path.stat().st_mtime)
-        if isinstance(built[part], BuildError) and others:
-            built[part] = others[-1]
+    for part, found in built.items():
+        if isinstance(found, BuildError):
+            with contextlib.suppress(OSError, ValueError):  # the folder cannot be read, or has no other
+                built[part] = max(folder.glob(f"{part}-*.so"), key=lambda path: path.stat().st_mtime)
     return built if refusal is None else built | {"cuda": BuildError(refusal)}
 
 

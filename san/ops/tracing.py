@@ -21,9 +21,10 @@ def leaf(function: F) -> F:
     """Makes a function of tensors a single node in the graphs of `torch.fx`."""
 
     @functools.wraps(function)
-    def call(x: Tensor, *rest: Any, **named: Any) -> Tensor:
-        if isinstance(x, Proxy):
-            return x.tracer.create_proxy("call_function", call, (x, *rest), named)
-        return function(x, *rest, **named)
+    def call(*arguments: Any, **named: Any) -> Any:
+        for x in (*arguments, *named.values()):
+            if isinstance(x, Proxy):
+                return x.tracer.create_proxy("call_function", call, arguments, named)
+        return function(*arguments, **named)
 
     return call  # type: ignore[return-value]

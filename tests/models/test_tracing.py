@@ -34,3 +34,9 @@ def test_traced_model_gives_the_same_logits_and_trains(spec: dict[str, Any]) -> 
     trained = symbolic_trace(model.train())
     trained(x_NCHW).sum().backward()
     assert all(parameter.grad is not None for parameter in trained.parameters())
+
+
+def test_operators_take_keyword_arguments() -> None:
+    x_NCHW = torch.randn(1, 2, 4, 4)
+    traced = symbolic_trace(lambda x: san.ops.unfold(x_NCHW=x, kernel_size=3))  # type: ignore[arg-type]
+    assert torch.equal(traced(x_NCHW), san.ops.unfold(x_NCHW, 3))
