@@ -122,11 +122,25 @@ def _files_in(source: Path) -> Iterator[Iterator[tuple[str, Callable[[], bytes]]
         return
     try:
         with tarfile.open(source) as tar:
-            yield ((member.name, partial(_read, tar, member)) for member in tar if not member.isdir())
+            yield _members(tar)
     except (EOFError, KeyError, tarfile.TarError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         raise DataError(
             f"{source}: cannot read this archive ({error}); expected a tar file; download it again, or give another one"
         ) from None
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    for member in tar:
+        if not member.isdir():
+            yield member.name, partial(_read, tar, member)
+    # An archive ends with blocks of zeros, but tarfile also ends, without a message, at a header that is cut off or damaged.
+    assert tar.fileobj is not None
+    has_read_end = tar.fileobj.tell() == tar.offset + tarfile.BLOCKSIZE  # unless a link was read meanwhile
+    if not has_read_end:
+        tar.fileobj.seek(tar.offset)
+    block = tar.fileobj.read(tarfile.BLOCKSIZE)
+    if block.strip(b"\0") or (not block and not has_read_end):
+        raise tarfile.ReadError("unexpected end of data")
 
 
 def _read(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

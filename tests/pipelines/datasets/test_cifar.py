@@ -120,14 +120,16 @@ def test_rejects_the_archive_of_the_other_dataset(official: Path, tmp_path: Path
         prepare_cifar(tmp_path / "cifar100", "cifar100", official, counting)
 
 
-@pytest.mark.parametrize("suffix", ["gz", "xz"])
-def test_rejects_a_truncated_archive(suffix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("suffix", "length"), [("gz", 50_000), ("xz", 50_000), ("", 50_000), ("", 100_864), ("", 101_000)])
+def test_rejects_a_truncated_archive(suffix: str, length: int, tmp_path: Path) -> None:
+    """In an image, and before or in the header of the second one."""
     path = tmp_path / f"half.tar.{suffix}"
     with tarfile.open(path, f"w:{suffix}") as tar:  # type: ignore[call-overload]
-        member = tarfile.TarInfo("train/cat/1.jpg")
-        member.size = 10**5
-        tar.addfile(member, io.BytesIO(np.random.default_rng(0).bytes(10**5)))
-    path.write_bytes(path.read_bytes()[:50_000])
+        for number in (1, 2):
+            member = tarfile.TarInfo(f"train/cat/{number}.jpg")
+            member.size = 10**5
+            tar.addfile(member, io.BytesIO(np.random.default_rng(0).bytes(10**5)))
+    path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(DataError, match=r"half\.tar.* cannot read"):
         prepare_cifar(tmp_path / "cifar10", "cifar10", path, counting)
 
