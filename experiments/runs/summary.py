@@ -57,9 +57,11 @@ def best_of(history: Sequence[Epoch]) -> Epoch | None:
 
 
 def is_out_of_patience(history: Sequence[Epoch], patience: int | None) -> bool:
-    """Whether `patience` epochs have passed since the best one; never with None."""
+    """Whether `patience` epochs have passed since the best one, after a validation; never with None."""
     best = best_of(history)
-    return patience is not None and best is not None and history[-1].epoch - best.epoch >= patience
+    if patience is None or best is None or history[-1].top1 is None:  # a finished trial is validated after its last epoch
+        return False
+    return history[-1].epoch - best.epoch >= patience
 
 
 def summary_csv(history: Sequence[Epoch]) -> bytes:

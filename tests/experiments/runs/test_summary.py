@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from experiments.runs.summary import Confusion, best_of, read_top1, summary_csv
+from experiments.runs.summary import Confusion, best_of, is_out_of_patience, read_top1, summary_csv
 from tests.experiments.samples import EPOCH
 
 
@@ -21,6 +21,12 @@ def test_epochs_without_validation_are_not_the_best() -> None:
     history = [replace(EPOCH, epoch=number, val_loss=top1, top1=top1, top5=top1) for number, top1 in enumerate(course)]
     assert best_of(history) == history[3] and best_of(history[:1]) is None
     assert history[0].metrics().keys() == EPOCH.metrics().keys() - {"val/loss", "val/top1", "val/top5"}
+
+
+def test_patience_ends_only_after_a_validation() -> None:
+    course = [None, 30.0, None, 20.0, None, 20.0]
+    history = [replace(EPOCH, epoch=number, val_loss=top1, top1=top1, top5=top1) for number, top1 in enumerate(course)]
+    assert [is_out_of_patience(history[:number], 3) for number in range(1, 7)] == [False] * 5 + [True]
 
 
 def test_lower_loss_decides_between_epochs_with_the_same_top1() -> None:
