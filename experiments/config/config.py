@@ -345,7 +345,8 @@ class CheckpointingConfig(Strict):
     """Maximum number of steps between checks for non-finite losses and for a checkpoint that is due. If steps are slow, checks
     are 2 s apart."""
     hang_timeout_minutes: Annotated[Real, Field(gt=0, le=100_000)] = 30.0
-    """Time without a finished step after which a worker is stopped. Workers also wait this long for each other."""
+    """Time without a finished step after which a worker is stopped. Workers also wait this long for each other, at most 30
+    minutes."""
 
     @property
     def hang_timeout(self) -> float:

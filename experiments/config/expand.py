@@ -146,8 +146,9 @@ def profile_path(name: str) -> Path:
     return known[name]
 
 
-def read_profile(path: Path) -> dict[str, Any]:
-    """Reads a profile and the profile that it extends. Relative paths in the file of a user become absolute."""
+def read_profile(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Reads a profile, which the profiles `below` extend, and the profile that it extends. Relative paths in the file of a user
+    become absolute."""
     content = read_yaml(path)
     if "question" in content:
         raise UserError(f"{path}: this is a grid, not a profile; give the name of a profile, or the file of one")
@@ -156,8 +157,13 @@ def read_profile(path: Path) -> dict[str, Any]:
         content = with_absolute_paths(content, path.parent)
     if extended is None:
         return content
-    parent = path.parent / extended if extended.endswith(".yaml") else extended
-    return merged(read_profile(profile_path(str(parent))), content)
+    if not isinstance(extended, str):
+        raise UserError(f"{path}: extends: must be the name or the path of a profile, not {extended!r}; an example is folder")
+    is_file, files = extended.endswith(".yaml"), (*below, path)
+    parent = profile_path(str(path.parent / os.path.expanduser(extended)) if is_file else extended)
+    if parent.resolve() in (file.resolve() for file in files):
+        raise UserError(f"{path}: extends: this profile extends itself ({' -> '.join(map(str, (*files, parent)))})")
+    return merged(read_profile(parent, files), content)
 
 
 def with_absolute_paths(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -224,7 +230,10 @@ def expand(request: GridRequest, tables: Collection[str], resolve_paths: bool = 
         grid = grid.model_copy(update={"plot": _default_plot(grid, configs)})
     _raise_all(path, [*_plot_errors(grid.plot, configs), *_early_stopping_errors(grid, configs)])
     models = [layer.get("model", {}) for _, layer in layers]
-    full_size = {row.id: ModelConfig.model_validate(merged(grid.base.model, row.model, *models)) for row in grid.rows}
+    full_size = {
+        row.id: ModelConfig.model_validate(merged({"name": configs[row.id].model.name}, grid.base.model, row.model, *models))
+        for row in grid.rows
+    }
     return Expanded(grid, configs, full_size, sources)
 
 
@@ -312,7 +321,9 @@ class _Layers:
         )
         values = merged({}, *layers)
         profile = self.profile
-        if is_module(values["model"].get("name")):  # the profile's stages and widths are those of this project's networks
+        model = values["model"]
+        # The profile's stages and widths are those of this project's networks.
+        if isinstance(model, dict) and is_module(model.get("name")):
             profile = {section: settings for section, settings in profile.items() if section != "model"}
         return merged(profile, with_absolute_paths(values, Path.cwd()) if self.resolve_paths else values)
 

@@ -316,6 +316,19 @@ def test_profile_extends_another() -> None:
     assert (fast.lr_used, fast.precision, fast.warmup_epochs) == (pytest.approx(0.4), "bfloat16", 5)
 
 
+def test_profile_can_name_the_model(write_grid: WriteGrid, tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("extends: digits\nmodel: {name: resnet26}")
+    path = write_grid("question: q\nproduct: {recipe.lr: [0.1, 0.2]}")
+    assert {row.config.model.name for row in expand(path, profile=str(profile)).values()} == {"resnet26"}
+
+
+@pytest.mark.parametrize(("parent", "message"), [("3", "not 3"), ("mine.yaml", "extends itself"), ("none", "unknown profile")])
+def test_rejects_what_a_profile_extends(parent: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(f"extends: {parent}")
+    assert message in error_message(lambda: expand(SMALL_GRID, profile=str(tmp_path / "mine.yaml")))
+
+
 PROFILE = "extends: folder\ndata: {root: photos}\nrecipe: {epochs: 7}\n"
 
 
@@ -431,6 +444,7 @@ def test_rejects_early_stopping(rows: str, stopping: str, message: str, write_gr
         (["recipe..epochs=3"], "recipe..epochs=3"),
         (["recipe.lr=[1"], "recipe.lr=[1"),
         (["recipe=3"], "override 'recipe=3': recipe: "),
+        (["model=resnet26"], "override 'model=resnet26': model: "),
         (["data.flip=perhaps"], "override 'data.flip=perhaps': data.flip: "),
         # Otherwise the digits of the profile would be used without a message.
         (["data.source=folder"], "override 'data.source=folder': data.source: folder needs data.root"),
