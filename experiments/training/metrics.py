@@ -88,7 +88,11 @@ class Accuracy:
         """The scores over all workers or of this process alone."""
         if dist.is_initialized():
             dist.all_reduce(self.sums)
-            if self.confusion_CC is not None:
+            classes = self.sums.new_tensor(0 if self.confusion_CC is None else len(self.confusion_CC))
+            dist.all_reduce(classes, dist.ReduceOp.MAX)
+            if count := int(classes):
+                if self.confusion_CC is None:  # this worker had no image
+                    self.confusion_CC = torch.zeros(count, count, device=classes.device)
                 dist.all_reduce(self.confusion_CC)
         loss, top1, top5, images = self.sums.tolist()
         confusion = None if self.confusion_CC is None else tuple(map(tuple, self.confusion_CC.long().tolist()))

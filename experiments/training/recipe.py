@@ -147,7 +147,7 @@ def optimizer(model: nn.Module, recipe: RecipeConfig) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters, in groups with one learning rate and weight decay each, head first."""
     groups = []
     for weights, scale in scaled_groups(model, recipe.layer_decay):
-        plain = [weight for weight in weights if weight.dim() == 1 and recipe.decay == "weights"]
+        plain = [weight for weight in weights if weight.dim() <= 1 and recipe.decay == "weights"]
         decayed = [weight for weight in weights if weight.dim() > 1 or recipe.decay == "all"]
         for each, decay in ((decayed, recipe.weight_decay), (plain, 0.0)):
             if each:

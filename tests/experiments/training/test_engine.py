@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from experiments.config.config import EngineConfig, RecipeConfig
 from experiments.training.engine import Engine, numerics
+from experiments.training.metrics import Accuracy, Scores
 from tests.experiments.processes import together
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -65,26 +66,31 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
 
 
-def train_on_a_half(rank: int) -> tuple[list[Tensor], Tensor]:
-    """The weights after three steps on this worker's half of each batch, and a buffer after averaging."""
+def train_on_a_half(rank: int) -> tuple[list[Tensor], Tensor, Scores]:
+    """The weights after three steps on this worker's half of each batch, a buffer after averaging, and the scores for images
+    that only the first worker has."""
     model = perceptron()
     model.register_buffer("seen", torch.tensor(float(rank)))
     engine = Engine(model, recipe(), 3, 4)
     for images, labels in batches()[:3]:
         engine.train_step(images[rank::2], labels[rank::2])
     engine.average_buffers()
-    return [weight.detach() for weight in engine.module.parameters()], model.seen
+    accuracy = Accuracy(torch.device("cpu"))
+    if rank == 0:
+        accuracy.add(torch.eye(4), torch.tensor([0, 1, 2, 2]))
+    return [weight.detach() for weight in engine.module.parameters()], model.seen, accuracy.over_workers()
 
 
 def test_two_workers_train_like_one(tmp_path: Path) -> None:
-    """Gradients and BatchNorm's statistics are the mean over the workers."""
+    """Gradients and BatchNorm's statistics are the mean over the workers; a worker may lack validation images."""
     alone = Engine(perceptron(), recipe(), 3, 8)
     for images, labels in batches()[:3]:
         alone.train_step(images, labels)
-    for weights, seen in together(train_on_a_half, tmp_path):
+    for weights, seen, scores in together(train_on_a_half, tmp_path):
         for ours, theirs in zip(weights, alone.module.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.detach())
         assert seen == 0.5
+        assert (scores.top1, scores.confusion) == (75.0, ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 1), (0, 0, 0, 0)))
 
 
 @pytest.mark.slow

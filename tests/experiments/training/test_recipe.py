@@ -145,6 +145,14 @@ def test_optimizer_steps_like_torch(options: dict[str, Any]) -> None:
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
+def test_every_parameter_is_in_one_group() -> None:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    for decay in ("all", "weights"):
+        groups = optimizer(model, recipe(decay=decay)).param_groups
+        assert {id(weight) for group in groups for weight in group["params"]} == {id(weight) for weight in model.parameters()}
+
+
 def test_without_mixup_and_erasing_no_random_number_is_drawn() -> None:
     before = torch.get_rng_state()
     images, labels = batches()[0]
