@@ -99,7 +99,7 @@ def evaluate(
     with resolve_checkpoint(checkpoint, runs) as (path, uri):
         opened = open_checkpoint(path, overrides, profile)
         images = open_images(opened, split)
-        batches = -(-len(images) // opened.config.recipe.images_at_once())
+        batches = -(-len(images) // opened.batch)
         with counting("", batches, "batches") as count:
             evaluation = evaluate_checkpoint(opened, images, count)
     if uri is not None:
@@ -174,7 +174,7 @@ def predict(
         click.echo(f"{checkpoint}: the names of the classes are not known; classes are numbered from 0", err=True)
     failed = 0
     with ExitStack() as stack:
-        batches = -(-len(paths) // opened.config.recipe.images_at_once())
+        batches = -(-len(paths) // opened.batch)
         count = stack.enter_context(counting("", batches, "batches"))
         predictions = predictions_of(opened, paths, top, count)
         if table is not None:

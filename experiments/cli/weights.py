@@ -46,7 +46,7 @@ def main(overrides: tuple[str, ...], runs: str | None) -> None:
             continue
         opened = open_checkpoint(file)
         train, val = open_data(trial.config.data)[0], open_images(opened)
-        with counting(trial.row, -(-len(val) // opened.config.recipe.images_at_once()), "batches") as count:
+        with counting(trial.row, -(-len(val) // opened.batch), "batches") as count:
             evaluation = evaluate_checkpoint(opened, val, count)
         name = f"{trial.row}_cifar10"
         save(name, opened, evaluation, train, USAGE.format(name=name, command=command, key=trial.key))

@@ -19,7 +19,7 @@ from experiments.config.config import TrialConfig, flat, merged, model_errors, s
 from experiments.config.expand import parse_override, profile_path, read_profile, with_absolute_paths
 from experiments.errors import UserError
 from experiments.training.checkpoint import Checkpoint, read_checkpoint, weights_file
-from experiments.training.device import available_device, prepare_cpu
+from experiments.training.device import available_device, explain_oom, prepare_cpu
 from experiments.training.images import open_split, transform
 from experiments.training.metrics import evaluate
 from pipelines import DataError, Dataset, Loader, Transform
@@ -51,6 +51,11 @@ class LoadedModel:
     seed: int = 0
     row: str | None = None
     """Row of the trial's grid."""
+
+    @property
+    def batch(self) -> int:
+        """Images at once: what one worker trained on fits, with gradients, on the same hardware."""
+        return self.config.recipe.images_at_once(self.config.resources.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +194,11 @@ def evaluate_checkpoint(
 
     Raises:
         DataError: an image cannot be used.
+        UserError: out of GPU memory.
     """
-    loader = evaluation_loader(opened, images, transform(opened.config.data), opened.config.recipe.images_at_once())
-    loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), loader, ended)
+    loader = evaluation_loader(opened, images, transform(opened.config.data), opened.batch)
+    with explain_oom(opened.config, loader.device, is_training=False):
+        loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), loader, ended)
     return Evaluation(
         checkpoint=str(opened.path),
         model=opened.model.spec.name,
@@ -262,7 +269,6 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
     images, model = Dataset.of_files(paths), fold(opened.model)
     names = opened.classes or tuple(map(str, range(checkpoint.classes(opened.model))))
     is_file = np.array(list(map(os.path.isfile, paths)))
-    batch = opened.config.recipe.images_at_once()
     errors = {index: _no_file(paths[index]) for index in np.flatnonzero(~is_file).tolist()}
     left, position = np.flatnonzero(is_file), 0
 
@@ -270,11 +276,11 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
         return (Prediction(paths[index], error=errors[index]) for index in range(position, until))
 
     while len(left):
-        loader, done = evaluation_loader(opened, images.only(left), transform(opened.config.data), batch), 0
+        loader, done = evaluation_loader(opened, images.only(left), transform(opened.config.data), opened.batch), 0
         model = model.to(loader.device)
         try:
             for images_NCHW, _ in loader.epoch(0):
-                with torch.inference_mode():
+                with torch.inference_mode(), explain_oom(opened.config, loader.device, is_training=False):
                     best = model(images_NCHW).float().softmax(1).topk(min(top, len(names)), dim=1)
                 indices = left[done : done + len(images_NCHW)].tolist()
                 for index, values, labels in zip(indices, best.values.tolist(), best.indices.tolist(), strict=True):

@@ -102,19 +102,19 @@ def measured(
         DataError: an image cannot be used.
         UserError: out of GPU memory.
     """
-    opened.model.eval().requires_grad_(False)
-    recipe, resources = opened.config.recipe, opened.config.resources
-    # What one worker trained on at once fits, with gradients, on the same hardware.
-    batch = max(min(recipe.images_at_once(resources.workers), len(images)), 1)
+    batch = max(min(opened.batch, len(images)), 1)
     for condition in conditions:
-        with explain_oom(opened.config, available_device()), shown(condition.name, len(images), batch) as ended:
+        with (
+            explain_oom(opened.config, available_device(), is_training=False),
+            shown(condition.name, len(images), batch) as ended,
+        ):
             numbers = condition.measure(subject_of(opened, images, batch), ended)
         yield condition, numbers
 
 
 def subject_of(opened: LoadedModel, images: Dataset, batch: int) -> Subject:
     """The folded network of a checkpoint and images that the loader reads, `batch` at a time."""
-    network = fold(opened.model.eval()).to(available_device())
+    network = fold(opened.model).to(available_device())
     load = partial(evaluation_loader, opened, images, batch=batch)
     return Subject(network, transform(opened.config.data), images.labels, len(images.classes), opened.seed, load)
 

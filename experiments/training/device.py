@@ -87,7 +87,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 @contextmanager
-def explain_oom(config: TrialConfig, device: torch.device) -> Iterator[None]:
+def explain_oom(config: TrialConfig, device: torch.device, is_training: bool = True) -> Iterator[None]:
     """Inside the block, running out of GPU memory is a mistake in the config: a retry would only repeat it.
 
     Raises:
@@ -97,11 +97,11 @@ def explain_oom(config: TrialConfig, device: torch.device) -> Iterator[None]:
         yield
     except Exception as error:
         if device.type == "cuda" and _is_out_of_memory(error):
-            raise UserError(_out_of_memory(config, device)) from error
+            raise UserError(_out_of_memory(config, device, is_training)) from error
         raise
 
 
-def _out_of_memory(config: TrialConfig, device: torch.device) -> str:
+def _out_of_memory(config: TrialConfig, device: torch.device, is_training: bool) -> str:
     recipe, workers = config.recipe, config.resources.workers
     gib = 2**30
     peak, total = torch.cuda.max_memory_allocated(device) / gib, torch.cuda.get_device_properties(device).total_memory / gib
@@ -113,6 +113,8 @@ def _out_of_memory(config: TrialConfig, device: torch.device) -> str:
     if recipe.precision == "float32":
         remedies.append("recipe.precision=bfloat16 (halves most activations)")
     remedies.append(f"resources.workers={2 * workers} (splits each batch over more GPUs)")
+    if not is_training:
+        remedies = [f"recipe.batch_size={-(-recipe.batch_size // 2)}"]
     return (
         f"out of GPU memory: tensors took {peak:.1f} of {total:.1f} GiB with {at_once} images of {config.data.size} x "
         f"{config.data.size} pixels at a time (recipe.batch_size={recipe.batch_size}, resources.workers={workers}, "

@@ -60,12 +60,14 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
 
 
 def _require_fitting(config: DataConfig) -> None:
-    """Raises `DataError` for a key that the source does not use and that no profile or grid sets anyway."""
+    """Raises `DataError` for a key that the source does not use."""
     if config.lists is not None and config.source != "folder":
         raise DataError(f"data.lists: used only with data.source=folder, not {config.source}; leave out data.lists")
     for key in ("train_per_class", "val_per_class"):
         if getattr(config, key) is not None and config.source == "synthetic":
-            raise DataError(f"data.{key}: not used with data.source=synthetic; set data.synthetic_per_class instead")
+            raise DataError(
+                f"data.{key}: not used with data.source=synthetic; set data.{key}=null and data.synthetic_per_class=N"
+            )
 
 
 def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:

@@ -107,7 +107,7 @@ class Batches:
 
 def robustness(checkpoint: Checkpoint, part: Part, settings: Transform) -> dict[str, float]:
     """The numbers of all protocols by their names in the tracker."""
-    network = fold(checkpoint.model().eval()).requires_grad_(False).to(part[1].device)
+    network = fold(checkpoint.model()).to(part[1].device)
     classes, seed = len(checkpoint.origin.classes), checkpoint.origin.seed
     subject = Subject(network, settings, part[1].tolist(), classes, seed, partial(Batches, part))
     metrics: dict[str, float] = {}
@@ -211,8 +211,8 @@ def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
             settings = [
                 f"recipe.{key}" for key in LACKING if getattr(config.recipe, key) != RecipeConfig.model_fields[key].default
             ]
-            if config.data.crop_padding is None or not config.data.flip:
-                settings.append("data without crop_padding and flip")
+            if config.data.crop_padding is None or not config.data.flip or config.data.resize != config.data.size:
+                settings.append("data without crop_padding and flip, or with another resize than size")
             if settings:
                 raise UserError(f"{path}: row {row.id} has {', '.join(settings)}; train it with `san run`")
             if config.data not in digests:

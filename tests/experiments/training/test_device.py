@@ -100,6 +100,11 @@ def test_out_of_memory_error_names_numbers_and_remedies(error: Exception, monkey
     assert isinstance(found.value, UserError)
     parts = ("22.5 of 24.0 GiB", "128 images", "grad_accum_steps=4 (processes 64 images", "precision=bfloat16")
     assert all(part in str(found.value) for part in parts), found.value
+    with (
+        pytest.raises(UserError, match=r"set one of: recipe\.batch_size=128$"),
+        explain_oom(wanted, torch.device("cuda"), False),
+    ):
+        raise error
 
 
 def test_number_of_threads_is_set() -> None:
