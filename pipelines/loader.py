@@ -50,7 +50,7 @@ class Loader:
     bit-identical, even if it resumes in the middle of an epoch.
 
     Raises:
-        DataError: a field is out of range, or training would leave a rank without images in some step.
+        DataError: training would leave a rank without images in some step.
     """
 
     dataset: Dataset

@@ -4,7 +4,6 @@ DALI's resize takes as long as its decoder on a CPU, so this is an operator of `
 torch operators do the same, more slowly.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +53,7 @@ def visible_region(crops: CropParams, size: int) -> Region:
     return Region(crops.start_N2 + origin_N2, extent_N2, np.concatenate(columns, axis=1, dtype=np.int64))
 
 
-@functools.cache
+@cache
 def _has_operator() -> bool:
     """Whether the operator runs; warns once if it does not."""
     reason = load_kernels().get("resample")

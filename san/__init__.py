@@ -19,7 +19,7 @@ from san.models import (
 )
 from san.nn import PairwiseAttention, PatchwiseAttention, ScalarAttention, attention_weights, fold, register_relation
 
-__version__ = "0.1.0"  # setup.py reads it here
+__version__ = "0.1.0"  # pyproject.toml reads it here
 
 __all__ = [
     "CheckpointError",
