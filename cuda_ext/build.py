@@ -315,7 +315,7 @@ def failure(log: Path) -> BuildError:
 
 
 def digest() -> str:
-    """Names the builds of these sources: another name after any change of the sources, these flags, torch or the kind of machine."""
+    """Names the builds of these sources: another name after a change of sources, these flags, torch or the kind of machine."""
     state = hashlib.sha256()
     for path in sorted(p for p in SOURCE_DIR.rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
         state.update(path.relative_to(SOURCE_DIR).as_posix().encode() + path.read_bytes())
