@@ -5,6 +5,7 @@
 // hidden channels gives the weights, in registers: a lane holds those of two pixels and two channels, and multiplies
 // them with the values of all channels that share them. No atomics are used, and the order of sums depends only on the
 // sizes.
+#include <array>
 #include <tuple>
 
 #include "values.cuh"
@@ -73,7 +74,7 @@ __device__ __forceinline__ const float* row_of(const Attention<F>& p, const floa
 // y. Each warp of a team sums over some of the positions.
 //
 // Predicted for SAN10's stage 2 at batch 32 (E = G = 8, 64 value channels, k = 7, 56x56) on an H100, TF32: reads 35 MB,
-// writes 26 MB; 0.3 G products by tensor cores, 315 M others; no shared memory, or 16 KB where several warps share
+// writes 26 MB; 0.3 G products by tensor cores, 315 M others; no shared memory, or 8 KB where several warps share
 // pixels; 0.02 ms, limited by instruction issue.
 template <class F, int kDepth>
 __global__ void __launch_bounds__(kTeamThreads, 1) attend_kernel(Attention<F> p, int warps, Floats out) {
@@ -323,6 +324,14 @@ void forward(AttentionWork<F>& work, const Tensor& y) {
   });
 }
 
+// out = a b. torch's matmul would compute in half types inside an autocast block; variants with `out` never do.
+void matmul_to(const Tensor& a, const Tensor& b, const Tensor& out) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(a), from(b), from(out)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack.data(), TORCH_ABI_VERSION));
+  (void)torch::stable::detail::to<Tensor>(stack[0]);  // owns a handle
+}
+
 template <class F>
 void backward(AttentionWork<F>& work, const Tensor& grad, Inputs& out) {
   Attention<F>& p = work.p;
@@ -346,7 +355,8 @@ void backward(AttentionWork<F>& work, const Tensor& grad, Inputs& out) {
     });
   });
   fold_map(work.stream(), padded, work.f, p.values(), out.beta);
-  const Tensor layer = torch::stable::matmul(torch::stable::transpose(weights, 0, 1), ones);
+  const Tensor layer = work.empty({rows, columns});
+  matmul_to(torch::stable::transpose(weights, 0, 1), ones, layer);
   const int64_t elements = int64_t(rows) * (p.E + 1);
   SAN_LAUNCH(place_layer_kernel, blocks_for(elements), kThreads, work.stream(), layer.const_data_ptr<float>(),
              p.positions(), p.G, p.E, columns, elements, out.weight.mutable_data_ptr<float>(),

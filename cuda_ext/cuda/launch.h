@@ -59,11 +59,14 @@ inline int64_t workspace_limit() { return int64_t(256) << 20; }
 // Blocks that fill an H100, in launches that write partial sums.
 inline int64_t wanted_sum_blocks() { return 528; }
 
-// CUDA requires this call before a kernel may use more than 48 KB.
+// CUDA requires this call before a kernel may use more than 48 KB. A call with less could meet the launch of another
+// thread that needs more.
 template <class Kernel>
 void allow_shared_memory(Kernel* kernel, size_t bytes) {
+  if (bytes <= size_t(48) << 10) return;
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (status != cudaSuccess) cudaGetLastError();  // else the next launch would report it
   STD_TORCH_CHECK(status == cudaSuccess, bytes, " bytes of shared memory: ", cudaGetErrorString(status));
 }
 
@@ -81,7 +84,7 @@ __device__ __forceinline__ char* shared_memory_base() {
 namespace san::cuda {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = int64_t(1) << 20;  // for larger outputs, threads loop; all indices are int64
+constexpr int64_t kMaxBlocks = int64_t(1) << 20;  // for larger outputs, threads loop
 
 // Name of the operator that runs in this thread, for error messages. The guard also makes the device of its maps the
 // current device.

@@ -48,7 +48,9 @@ __global__ void track_statistics_kernel(Floats running_mean, Floats running_var,
 }
 
 // A vector as contiguous values; `kept` owns them.
-Floats vector_of(const Tensor& x, int64_t channels, Tensor& kept) {
+Floats vector_of(const Tensor& x, const Tensor& mean, Tensor& kept) {
+  const int64_t channels = mean.size(0);
+  STD_TORCH_CHECK(x.device() == mean.device(), "mean, var, weight and bias must be on one device");
   STD_TORCH_CHECK(x.dim() == 1 && x.size(0) == channels, "weight and bias must have the ", channels,
                   " channels of mean");
   kept = torch::stable::contiguous(x);
@@ -60,8 +62,8 @@ Tensor norm_affine(const Tensor& mean, const Tensor& var, const Tensor& weight, 
   const OperatorGuard guard("norm_affine", mean);
   const int64_t C = mean.size(0);
   Tensor kept[4], out = torch::stable::new_empty(mean, {3, C});
-  SAN_LAUNCH(norm_affine_kernel, blocks_for(C), kThreads, current_stream(mean), vector_of(mean, C, kept[0]),
-             vector_of(var, C, kept[1]), vector_of(weight, C, kept[2]), vector_of(bias, C, kept[3]), eps, C,
+  SAN_LAUNCH(norm_affine_kernel, blocks_for(C), kThreads, current_stream(mean), vector_of(mean, mean, kept[0]),
+             vector_of(var, mean, kept[1]), vector_of(weight, mean, kept[2]), vector_of(bias, mean, kept[3]), eps, C,
              Floats(out));
   return out;
 }
@@ -75,7 +77,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_affine_backward(const Tensor& gr
   for (Tensor& x : out) x = torch::stable::new_empty(var, {C});
   const Tensor grads = torch::stable::contiguous(grad);
   SAN_LAUNCH(norm_affine_gradient_kernel, blocks_for(C), kThreads, current_stream(var), Floats(grads),
-             vector_of(var, C, kept[0]), vector_of(weight, C, kept[1]), eps, C,
+             vector_of(var, var, kept[0]), vector_of(weight, var, kept[1]), eps, C,
              NormGradients{Floats(out[0]), Floats(out[1]), Floats(out[2]), Floats(out[3])});
   return {out[0], out[1], out[2], out[3]};
 }
@@ -87,8 +89,8 @@ void track_statistics(Tensor running_mean, Tensor running_var, Tensor batches, c
   const int64_t C = mean.size(0);
   Tensor kept[2];
   SAN_LAUNCH(track_statistics_kernel, blocks_for(C), kThreads, current_stream(mean), Floats(running_mean),
-             Floats(running_var), batches.mutable_data_ptr<int64_t>(), vector_of(mean, C, kept[0]),
-             vector_of(var, C, kept[1]), double(values) / (values - 1), momentum, C);
+             Floats(running_var), batches.mutable_data_ptr<int64_t>(), vector_of(mean, running_mean, kept[0]),
+             vector_of(var, running_mean, kept[1]), double(values) / (values - 1), momentum, C);
 }
 
 }  // namespace

@@ -184,7 +184,10 @@ struct PlaceStatistics {
 
 void check_norm_relu(const Tensor& x, std::initializer_list<const Tensor*> vectors) {
   bool fits = x.dim() == 4 && x.size(3) > 0;
-  for (const Tensor* vector : vectors) fits = fits && vector->dim() == 1 && vector->size(0) == x.size(3);
+  for (const Tensor* vector : vectors) {
+    fits = fits && vector->dim() == 1 && vector->size(0) == x.size(3);
+    STD_TORCH_CHECK(vector->device() == x.device(), "x, weight, bias, mean and var must be on one device");
+  }
   fits = fits && (x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16);
   STD_TORCH_CHECK(fits, "x must be a float32 or bfloat16 map [N, H, W, C], and weight, bias, mean and var must be [C]");
 }

@@ -34,7 +34,7 @@ constexpr int kRowTiles = S::is_whole ? (S::relation + 1) / 2 : 1;
 // deviations [chunks * 8 KD]. If S is whole, there is one strip and one chunk, and the left factor reuses the tiles of
 // the right one.
 //
-// Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 6 mma for 8 pairs, 4 KB of shared
+// Predicted for SAN10's stage 2 at batch 32 (4.9 million pairs) on an H100, TF32: 6 mma for 8 pairs, 6 KB of shared
 // memory; reads 20 MB; 0.05 ms, limited by instruction issue. Measured on an H200: 0.13 ms.
 template <class F, class S>
 __global__ void __launch_bounds__(kTeamThreads, 1) gram_kernel(Pairs p, Plan plan, float* partial) {

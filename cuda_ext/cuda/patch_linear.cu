@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_to(float (&sums)[kTiles][4], const float (&p
 // tiles of hidden channels; each warp sums over some of the pieces.
 //
 // Predicted for SAN10's stage 2 at batch 32 (R = 16, E = 8, k = 7, 56x56) on an H100, accurate float32: reads 13 MB,
-// writes 3 MB; 0.66 G products; no shared memory, or 4 KB for each tile where several warps share pixels; 0.05 ms,
+// writes 3 MB; 0.66 G products; no shared memory, or 1 KB for each tile where several warps share pixels; 0.05 ms,
 // limited by instruction issue. Measured on an H200: 0.08 ms.
 template <class F, int kTiles>
 __global__ void __launch_bounds__(kTeamThreads, resident_blocks_of_patches(kTiles))
@@ -449,15 +449,6 @@ void parameter_gradients(PatchWork<F>& work, const float* grads, PatchTensors& o
   });
 }
 
-// Predicted for SAN10's stage 2 at batch 32 (16 channels) on an H100: reads 8 MB, writes 6 MB; no products, no shared
-// memory; 0.005 ms, of memory bandwidth.
-__global__ void fold_kernel(const float* padded, Footprint f, int channels, int64_t elements, float* out) {
-  SAN_FOR_EACH(index, elements) {
-    const int64_t pixel = index / channels;
-    out[index] = folded(padded, f, channels, pixel, static_cast<int>(index - pixel * channels));
-  }
-}
-
 // Gradients of all inputs for `grad` [N, H, W, E].
 template <class F>
 void backward(PatchWork<F>& work, const Tensor& grad, PatchTensors& out) {
@@ -476,8 +467,7 @@ void backward(PatchWork<F>& work, const Tensor& grad, PatchTensors& out) {
   }
   float* padded = work.take(p.padded_pixels() * p.R);
   map_gradient(work, p, grads, padded);
-  SAN_LAUNCH(fold_kernel, blocks_for(out.around.numel()), kThreads, work.stream(), padded, work.f, p.R,
-             out.around.numel(), out.around.template mutable_data_ptr<float>());
+  fold_map(work.stream(), padded, work.f, p.R, out.around);
   parameter_gradients(work, grads, out);
 }
 

@@ -294,6 +294,7 @@ std::tuple<Tensor, Tensor> patch_statistics_backward(const Tensor& grad_mean, co
   if (around.numel() == 0) return {to_center, to_around};
   constexpr int64_t kThreadsToFill = int64_t(1) << 17;
   const int64_t inside = f.pixels() * (C + work.maps.channels);
+  STD_TORCH_CHECK(inside < int64_t(1) << 31, "maps of ", f.pixels(), " pixels are too large");
   const int64_t parts = std::min<int64_t>((kThreadsToFill + inside - 1) / inside, work.maps.images);
   SAN_LAUNCH(patch_gradients_kernel, blocks_for(parts * inside), kThreads, work.stream(), work.maps,
              static_cast<int>(C), work.keep_float(grad_mean), work.keep_float(grad_var), work.keep_float(mean),

@@ -88,6 +88,15 @@ def test_half_weights(operator: str, shim: Any) -> None:
             assert_near(got[1:], want[1:], 0.2, (dtype, sizes))
 
 
+@every_operator
+def test_runs_alike_inside_an_autocast_block(operator: str, shim: Any) -> None:
+    """Also backward, because autograd's threads take over the block around `backward()`."""
+    tensors = sample(operator, SMALL[0], torch.float32)
+    plain = run_kernels(operator, tensors, SMALL[0], shim)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, plain, run_kernels(operator, tensors, SMALL[0], shim)))
+
+
 def test_half_values_allow_tf32_in_products(shim: Any) -> None:
     """Factors in bfloat16 would be less exact than in TF32, which is three times as fast as float32 on a GPU."""
     tensors, _ = with_half_weights("attend_pairs_of_batch", sample("attend_pairs_of_batch"), torch.bfloat16)
