@@ -37,7 +37,8 @@ inline void ask_for_large_pages(void* memory, size_t bytes) {
 }
 inline void ask_for_large_pages(const Tensor& x) { ask_for_large_pages(x.data_ptr(), x.numel() * x.element_size()); }
 
-// The thread's scratch memory. The next operator of the thread reuses it, because writing to new memory is slow.
+// The thread's scratch memory, one for each source file. The thread's next call reuses it, because writing to new
+// memory is slow.
 inline void* scratch_of_thread(size_t bytes) {
   constexpr size_t kPage = size_t(2) << 20;
   struct Free {
@@ -46,10 +47,11 @@ inline void* scratch_of_thread(size_t bytes) {
   static thread_local std::unique_ptr<void, Free> memory;
   static thread_local size_t size = 0;
   if (bytes > size) {
-    memory.reset();
-    size = (bytes + kPage - 1) / kPage * kPage;
-    memory.reset(std::aligned_alloc(kPage, size));
-    STD_TORCH_CHECK(memory != nullptr, "no memory for ", size, " bytes of scratch");
+    const size_t wanted = (bytes + kPage - 1) / kPage * kPage;
+    memory.reset(), size = 0;
+    memory.reset(std::aligned_alloc(kPage, wanted));
+    STD_TORCH_CHECK(memory != nullptr, "no memory for ", wanted, " bytes of scratch");
+    size = wanted;
     ask_for_large_pages(memory.get(), size);
   }
   return memory.get();

@@ -3,7 +3,11 @@
 
 // The compiler emits each marked function for these instruction sets and picks one when the library is loaded.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if __GNUC__ < 12  // does not know the levels here
+#define SAN_VECTOR __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
 #define SAN_VECTOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#endif
 #else
 #define SAN_VECTOR
 #endif
