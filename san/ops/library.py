@@ -262,7 +262,8 @@ def _attend_pairs_of_batch_flops(*arguments: Any) -> int:
 def _attend_dot_flops(phi: Any, psi: Any, scores: Any, beta: Any, kernel_size: int) -> int:
     """Counts a score for every position of the footprint, as its definition does; those of rows and columns are counted
     where they are computed."""
-    products = 2 * kernel_size**2 - 2 * kernel_size
+    is_elementwise = scores[1] == phi[3]
+    products = 0 if is_elementwise else 2 * kernel_size**2 - 2 * kernel_size
     return 2 * math.prod(phi) * products + _aggregation_flops(beta, None, kernel_size)
 
 

@@ -394,18 +394,19 @@ def test_rejects_training_on_one_value_per_channel(kind: str) -> None:
 @every_kind
 @pytest.mark.parametrize("transformation", ["distinct", "phi_eq_psi"])
 def test_counts_the_same_flops_as_unfused(kind: str, transformation: str) -> None:
-    setting = Setting(kind, position="none", transformation=transformation, footprint=5)
-    module, x = setting.module(), setting.x()
-    phi, psi, beta = (map_.detach().requires_grad_() for map_ in module.transform(x))
-    counted = {}
-    for name in ("auto", "unfused"):
-        with ops.backend(name), FlopCounterMode(display=False) as forward:
-            y = module.attend(phi, psi, beta)
-        with FlopCounterMode(display=False) as backward:
-            y.sum().backward()
-        counted[name] = forward.get_total_flops(), backward.get_total_flops()
-    assert counted["auto"] == counted["unfused"]
-    assert counted["auto"][0] > 0 and counted["auto"][1] > counted["auto"][0]
+    for group_size in (4, 1):  # in scalar attention, the second is one channel for each head, an elementwise product
+        setting = Setting(kind, position="none", transformation=transformation, footprint=5, group_size=group_size)
+        module, x = setting.module(), setting.x()
+        phi, psi, beta = (map_.detach().requires_grad_() for map_ in module.transform(x))
+        counted = {}
+        for name in ("auto", "unfused"):
+            with ops.backend(name), FlopCounterMode(display=False) as forward:
+                y = module.attend(phi, psi, beta)
+            with FlopCounterMode(display=False) as backward:
+                y.sum().backward()
+            counted[name] = forward.get_total_flops(), backward.get_total_flops()
+        assert counted["auto"] == counted["unfused"]
+        assert counted["auto"][0] > 0 and counted["auto"][1] > counted["auto"][0]
 
 
 def small(kind: str) -> nn.Module:
