@@ -108,7 +108,8 @@ class Grid(Strict):
     seeds: Seeds = (0,)
     """Seeds of the runs: each row is trained once per seed."""
     plot: Plot | None = None
-    """Plot of the results. Null: top-1 against the first numeric key of `product`, or one mark per row if there is none."""
+    """Plot of the results. Null: top-1 against the first numeric key of `product` by which no two rows are at one point, or one
+    mark per row if there is none."""
     early_stopping: EarlyStopping | None = None
     """Early stopping of weak trials. Null: off. Of its keys, only `patience` is part of a trial's key, as `recipe.patience`."""
     robustness: ProtocolName | None = None

@@ -279,16 +279,17 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
         loader, done = evaluation_loader(opened, images.only(left), transform(opened.config.data), opened.batch), 0
         model = model.to(loader.device)
         try:
-            for images_NCHW, _ in loader.epoch(0):
-                with torch.inference_mode(), explain_oom(opened.config, loader.device, is_training=False):
-                    best = model(images_NCHW).float().softmax(1).topk(min(top, len(names)), dim=1)
-                indices = left[done : done + len(images_NCHW)].tolist()
-                for index, values, labels in zip(indices, best.values.tolist(), best.indices.tolist(), strict=True):
-                    yield from failed(index)
-                    position = index + 1
-                    yield Prediction(paths[index], tuple(names[label] for label in labels), tuple(values))
-                done += len(indices)
-                ended()
+            with explain_oom(opened.config, loader.device, is_training=False):
+                for images_NCHW, _ in loader.epoch(0):
+                    with torch.inference_mode():
+                        best = model(images_NCHW).float().softmax(1).topk(min(top, len(names)), dim=1)
+                    indices = left[done : done + len(images_NCHW)].tolist()
+                    for index, values, labels in zip(indices, best.values.tolist(), best.indices.tolist(), strict=True):
+                        yield from failed(index)
+                        position = index + 1
+                        yield Prediction(paths[index], tuple(names[label] for label in labels), tuple(values))
+                    done += len(indices)
+                    ended()
             left = left[done:]
         except DataError:
             left = left[done:]

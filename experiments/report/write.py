@@ -44,7 +44,7 @@ def _write_files(report: GridReport, texts: Mapping[str, str], folder: Path, has
     grid_run = report.grid_run
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "table.md", folder / "table.csv"]
-    files[0].write_text(f"{caption(grid_run)}\n\n{texts['markdown']}\n", encoding="utf-8")
+    files[0].write_text(f"{caption(grid_run)}\n\n{texts['markdown']}\n", encoding="utf-8", errors="replace")
     files[1].write_text(texts["csv"], encoding="utf-8")
     if any(row.top1 is not None for row in report.rows):
         if not grid_run.grid.robustness:

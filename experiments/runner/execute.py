@@ -306,7 +306,7 @@ def _store_traceback(grid_run: GridRun, trial: Trial, text: str) -> None:
     path = workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")  # names of images need not be text
     except OSError as error:
         print_status(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); the traceback follows\n{text}")
         return

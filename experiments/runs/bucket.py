@@ -76,7 +76,7 @@ class S3Store(Store):
     @property
     def folder(self) -> Path:
         """Below `SAN_SCRATCH` or `~/.cache/san/runs`."""
-        base = Path(os.environ.get("SAN_SCRATCH", Path.home() / ".cache" / "san" / "runs"))
+        base = Path(os.environ.get("SAN_SCRATCH") or Path.home() / ".cache" / "san" / "runs")
         return base / hashlib.sha256(self.address.encode()).hexdigest()[:12]
 
     def uri(self, name: str) -> str:
@@ -112,9 +112,10 @@ class S3Store(Store):
 
     def download(self, path: Path) -> None:
         content = self._once(lambda s3: self._get(s3, path.relative_to(self.folder).as_posix()))
-        if content is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+        if content is None:
+            return path.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
 
     @contextmanager
     def claim(self, name: str, owner: bytes, take_over: bool) -> Iterator[None]:

@@ -74,7 +74,7 @@ class Store(Protocol):
         """Copies a file below `folder` into the store, unless `folder` is the store."""
 
     def download(self, path: Path) -> None:
-        """Copies a file of the store, if there is one, to its path below `folder`."""
+        """Copies a file of the store to its path below `folder`; what the store does not have is not there afterwards."""
 
     def claim(self, name: str, owner: bytes, take_over: bool) -> AbstractContextManager[None]:
         """Inside the block, no other process can claim `name`, and the file contains `owner`.

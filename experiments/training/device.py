@@ -114,7 +114,8 @@ def _out_of_memory(config: TrialConfig, device: torch.device, is_training: bool)
         remedies.append("recipe.precision=bfloat16 (halves most activations)")
     remedies.append(f"resources.workers={2 * workers} (splits each batch over more GPUs)")
     if not is_training:
-        remedies = [f"recipe.batch_size={-(-recipe.batch_size // 2)}"]
+        smaller = f"recipe.batch_size={-(-recipe.batch_size // 2)}"
+        remedies = [f"{smaller} (in `san run` instead resources.workers={2 * workers}, which is not part of a key)"]
     return (
         f"out of GPU memory: tensors took {peak:.1f} of {total:.1f} GiB with {at_once} images of {config.data.size} x "
         f"{config.data.size} pixels at a time (recipe.batch_size={recipe.batch_size}, resources.workers={workers}, "

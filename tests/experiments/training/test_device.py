@@ -101,7 +101,7 @@ def test_out_of_memory_error_names_numbers_and_remedies(error: Exception, monkey
     parts = ("22.5 of 24.0 GiB", "128 images", "grad_accum_steps=4 (processes 64 images", "precision=bfloat16")
     assert all(part in str(found.value) for part in parts), found.value
     with (
-        pytest.raises(UserError, match=r"set one of: recipe\.batch_size=128$"),
+        pytest.raises(UserError, match=r"set one of: recipe\.batch_size=128 \(in `san run` instead resources\.workers=2"),
         explain_oom(wanted, torch.device("cuda"), False),
     ):
         raise error
