@@ -324,12 +324,17 @@ def digest() -> str:
     return state.hexdigest()[:16]
 
 
+def cache_folder() -> Path:
+    """Where compiled kernels are kept, each in a folder whose name changes with the sources."""
+    return Path(os.environ.get("SAN_CACHE") or Path.home() / ".cache" / "san")
+
+
 def libraries(retry: bool = False) -> dict[str, Path | BuildError]:
     """By part, its library in the cache, built now if it is not there yet, or why there is none.
 
     A build that failed is only repeated with `retry`, because it can take minutes.
     """
-    folder = Path(os.environ.get("SAN_CACHE") or Path.home() / ".cache" / "san") / f"ext-{digest()}"
+    folder = cache_folder() / f"ext-{digest()}"
     built: dict[str, Path | BuildError] = {}
     wanted: dict[str, tuple[Path, Toolchain]] = {}
     refusal = cuda_refusal()

@@ -15,16 +15,19 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cuda_ext.build import PREBUILT, SOURCE_DIR, Toolchain, build
+from cuda_ext.build import PREBUILT, SOURCE_DIR, BuildError, libraries
 
 
 def main() -> None:
     """Builds the wheel and prints its path. Nothing is left in the source folder."""
-    folder = Path(sys.argv[1]).resolve()
+    folder, built = Path(sys.argv[1]).resolve(), libraries(retry=True)
     PREBUILT.mkdir()
     try:
         for part in ("cpu", "resample"):
-            build(part, PREBUILT / f"{part}.so", Toolchain.find())
+            library = built[part]
+            if isinstance(library, BuildError):
+                raise library
+            shutil.copy(library, PREBUILT / f"{part}.so")
         with TemporaryDirectory() as temporary:
             print(_repair(_wheel(temporary), folder))
     finally:

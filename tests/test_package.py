@@ -68,7 +68,7 @@ def wheel(dist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel_with_kernels(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of `make wheel`, made from the source distribution, so that this has everything to compile."""
+    """The wheel of `make wheel`, made from the source distribution. The cache has the kernels of the same sources."""
     folder = tmp_path_factory.mktemp("sources")
     subprocess.run(["tar", "-xf", next(dist.glob("*.tar.gz")), "-C", folder], check=True)
     (sources,) = folder.iterdir()

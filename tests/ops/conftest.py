@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cuda_ext import schemas
+from cuda_ext import build, schemas
 from san.ops import library
 from tests.ops.shim import compile_shim, shim_name
 
@@ -20,7 +19,7 @@ assert library.load(), "these tests need the compiled kernels"
 @pytest.fixture(scope="session")
 def shim_library() -> Path:
     """The CUDA sources compiled with g++. Kept until the sources change."""
-    built = Path(os.environ.get("SAN_CACHE", Path.home() / ".cache" / "san")) / shim_name() / "shim.so"
+    built = build.cache_folder() / shim_name() / "shim.so"
     built.parent.mkdir(parents=True, exist_ok=True)
     with open(built.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

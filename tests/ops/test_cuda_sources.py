@@ -19,7 +19,6 @@ from tests.ops.cases import assert_near
 from tests.ops.machine_code import NVCC_FLAGS, main_loops
 from tests.ops.operators import CASES, LAYOUTS, OPERATORS, Case, Operator
 
-Compilation = subprocess.CompletedProcess[str]
 CUDA_SOURCES = build.sources("cuda")
 STAGE_4_BYTES, OTHER_BYTES = 64, 32
 """On the stack, at most, of the kernels for the channels of stage 4 and, on GPUs other than H100s and H200s, of others."""
@@ -102,17 +101,21 @@ def has_nvcc() -> bool:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Compilation]]]:
-    """The results of nvcc for each source: for H100s or, with KERNEL_CASES=all, for every GPU. The longest comes first."""
-    folder = tmp_path_factory.mktemp("nvcc")
+def compiled() -> Iterator[dict[str, Future[Path]]]:
+    """For each source, what nvcc printed, in a file beside the object file: for H100s or, with KERNEL_CASES=all, for every GPU.
+    The longest comes first. Kept until the sources or the compilers change."""
     toolchain = build.Toolchain.find(cuda=True)
-
     environment = dict(os.environ)  # pytest changes the original while a thread starts a process
 
-    def compile(source: Path) -> Compilation:
-        command = build.compile_command(source, folder / f"{source.name}.o", toolchain)
-        command += ["-Werror", "all-warnings", "-Xptxas", "-v"]
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
+    def compile(source: Path, folder: Path) -> Path:
+        log = folder / f"{source.name}.log"
+        if not log.exists():
+            command = build.compile_command(source, log.with_suffix(".o"), toolchain)
+            command += ["-Werror", "all-warnings", "-Xptxas", "-v"]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-3000:]
+            log.write_text(done.stderr)
+        return log
 
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -120,18 +123,19 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Fut
     ):
         if os.environ.get("KERNEL_CASES") != "all":
             patch.setattr(build, "gpu_flags", lambda nvcc: NVCC_FLAGS)
+        folder = build.cache_folder() / f"nvcc-{build.digest()}-{toolchain.name()}"
+        folder.mkdir(parents=True, exist_ok=True)
         longest_first = sorted(CUDA_SOURCES, key=lambda source: -source.stat().st_size)
-        yield {source.name: pool.submit(compile, source) for source in longest_first}
+        yield {source.name: pool.submit(compile, source, folder) for source in longest_first}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_nvcc(), reason="needs nvcc")
 @pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda s: s.name)
-def test_nvcc_compiles_without_warnings_or_spills(source: Path, compiled: dict[str, Future[Compilation]]) -> None:
-    done = compiled[source.name].result()
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_nvcc_compiles_without_warnings_or_spills(source: Path, compiled: dict[str, Future[Path]]) -> None:
+    printed = compiled[source.name].result().read_text()
     entry = r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores"
-    found = {(name, int(stack), int(spilled)) for name, stack, spilled in re.findall(entry, done.stderr, re.DOTALL)}
+    found = {(name, int(stack), int(spilled)) for name, stack, spilled in re.findall(entry, printed, re.DOTALL)}
     assert found, "nvcc prints what each kernel needs"
     # An array is not in registers if an index is not a constant, or if there are too few of them. The kernels of stage 4 spill
     # a few values and are still 1.8 times as fast as those for all sizes (docs/results/performance.md).
@@ -144,8 +148,7 @@ def test_nvcc_compiles_without_warnings_or_spills(source: Path, compiled: dict[s
 @pytest.mark.skipif(not has_nvcc(), reason="needs nvcc")
 @pytest.mark.skipif(os.environ.get("KERNEL_CASES") == "all", reason="the code of several GPUs is compressed")
 @pytest.mark.parametrize("source", INSTRUCTIONS)
-def test_main_loops_have_not_become_longer(source: str, compiled: dict[str, Future[Compilation]]) -> None:
-    command = compiled[source].result().args
-    loops = main_loops(Path(command[command.index("-o") + 1]))
+def test_main_loops_have_not_become_longer(source: str, compiled: dict[str, Future[Path]]) -> None:
+    loops = main_loops(compiled[source].result().with_suffix(".o"))
     found = {name: loops[name].instructions for name in INSTRUCTIONS[source]}
     assert all(found[name] <= 1.05 * most for name, most in INSTRUCTIONS[source].items()), found
