@@ -112,7 +112,9 @@ def ui(port: int, runs: str | None) -> None:
     where = f"http://127.0.0.1:{port}" if port else "MLflow prints the address below"
     click.echo(f"{where}  (starting; press Ctrl-C to stop)")
     mlflow = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port), "--workers", "1"]
-    with subprocess.Popen(mlflow, start_new_session=True) as server:  # otherwise its processes would print tracebacks on Ctrl-C
+    quicker = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # jobs are for language models and need several more processes
+    # In another session, because its processes would print tracebacks on Ctrl-C.
+    with subprocess.Popen(mlflow, env=quicker | os.environ, start_new_session=True) as server:
         try:
             sys.exit(server.wait())
         except KeyboardInterrupt:

@@ -41,7 +41,7 @@ class Server:
         self.command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, *options]
         self.command += ["--artifacts-destination", str(folder / "artifacts")]
         self.command += ["--host", LOOPBACK, "--workers", "1", "--port"]
-        self.environment = {**os.environ, **environment}
+        self.environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", **environment}
         self.environment.pop("MLFLOW_TRACKING_URI", None)
         self.process: subprocess.Popen[bytes] | None = None
 
