@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,12 +12,11 @@ import pytest
 import torch
 from PIL import Image
 
-from experiments.config.config import PROJECT_DIR
 from experiments.errors import UserError
 from experiments.evaluation.robustness import ROBUSTNESS_METRICS
 from experiments.tracking.results_file import ResultsFile
 from experiments.training.checkpoint import Checkpoint
-from tests.gpu.study import missing
+from tests.gpu.study import main, missing
 
 GRID = """
 question: Does it train?
@@ -77,8 +74,12 @@ def test_refuses_a_mistyped_row(images: Path) -> None:
 
 
 @pytest.mark.slow
-def test_missing_trials_are_appended_and_continue(tmp_path: Path, images: Path) -> None:
+def test_missing_trials_are_appended_and_continue(
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On a CPU, with few images in few steps."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     grid, out = tmp_path / "small.yaml", tmp_path / "out"
     grid.write_text(GRID)
     (tmp_path / "mine.py").write_text(MINE)
@@ -91,10 +92,10 @@ def test_missing_trials_are_appended_and_continue(tmp_path: Path, images: Path) 
     ]
 
     def study(*options: str) -> str:
-        command = [sys.executable, "-m", "tests.gpu.study", str(out), "--grid", str(grid), "--processes", "2", *options, *keys]
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=PROJECT_DIR, env=environment, check=True, capture_output=True, text=True)
-        return done.stdout
+        arguments = ["study", str(out), "--grid", str(grid), "--processes", "2", *options, *keys]
+        monkeypatch.setattr(sys, "argv", arguments)
+        main()
+        return capsys.readouterr().out
 
     assert "3 trials are missing" in study("--budget", "600", "--seeds", "1", "--checkpoints")
     first = ResultsFile(out / "trials.csv").read()

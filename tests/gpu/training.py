@@ -49,6 +49,6 @@ def training(several: bool, engine: dict[str, str], settings: Settings) -> Itera
 
 ALL = [
     Case("training", "one worker", partial(training, False, {}), 24, 400),
-    Case("training", "one worker, CUDA graphs", partial(training, False, {"cuda_graphs": "true"}), 42, 400),
+    Case("training", "CUDA graphs, one worker", partial(training, False, {"cuda_graphs": "true"}), 42, 400),
     Case("training", "several workers", partial(training, True, {}), 43, 400),
 ]

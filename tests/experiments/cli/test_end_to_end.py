@@ -23,12 +23,13 @@ from experiments.runner.plan import missing_measurements
 from experiments.runs.workspace import Workspace
 from experiments.training import trainer
 from experiments.training.trainer import run_trial
-from tests.cluster.test_supervision import AGENTS, MARK, wait_until_gone
+from tests.cluster.test_supervision import AGENTS, MARK, kill_ray, wait_until_gone
 from tests.experiments.conftest import SMALL_GRID, OpenGrid, WriteGrid
-from tests.experiments.drivers import Driver
+from tests.experiments.drivers import Driver, wait_until
 from tests.experiments.samples import logged_epochs, runs_of
 
 Start = Callable[..., Driver]
+AGAIN = "Finished epochs are kept; run the same command again to continue"
 
 
 @pytest.fixture
@@ -42,6 +43,10 @@ def start(tmp_path: Path, empty_database: Path) -> Iterator[Start]:
             return drivers.enter_context(Driver(grid, tmp_path / "runs", options, {MARK: str(tmp_path)}))
 
         yield start_it
+
+
+def checkpoints(folder: Path) -> set[Path]:
+    return set(folder.glob("runs/checkpoints/*/epoch-*.pt"))
 
 
 def assert_complete(grid_run: GridRun, epochs: int) -> None:
@@ -69,29 +74,55 @@ def test_grid_is_trained_with_every_real_part(start: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_interrupted_and_killed_processes_end_and_the_grid_resumes(start: Start, tmp_path: Path) -> None:
-    options = ("recipe.epochs=10", "recipe.batch_size=32", "data.train_per_class=64")  # longer than a message takes
-    first = start(*options)
-    first.wait_for("_3 epoch")
-    os.killpg(first.process.pid, signal.SIGINT)
-    assert first.finish() == 1
-    assert "the same `san run` continues it" in first.said
-    assert "Traceback" not in first.said and "grpc" not in first.said.lower()
+def test_grid_resumes_after_ctrl_c_without_ray_and_without_its_driver(start: Start, tmp_path: Path) -> None:
+    options = ("recipe.epochs=8", "recipe.batch_size=32", "data.train_per_class=64")
+    grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs"))
+
+    def start_and_train_an_epoch() -> Driver:
+        before, driver = checkpoints(tmp_path), start(*options)
+        wait_until(lambda: checkpoints(tmp_path) - before, driver.process, driver.log)
+        return driver
+
+    interrupted = start_and_train_an_epoch()
+    os.killpg(interrupted.process.pid, signal.SIGINT)
+    assert interrupted.finish() == 1
+    assert "the same `san run` continues it" in interrupted.said
+    assert "Traceback" not in interrupted.said and "grpc" not in interrupted.said.lower()
     wait_until_gone(str(tmp_path))
 
-    second = start(*options)
-    second.wait_for("_3 (resumes|epoch)")
-    os.kill(second.process.pid, signal.SIGKILL)
-    second.finish()
+    without_ray = start_and_train_an_epoch()
+    kill_ray("raylet", str(tmp_path))
+    assert without_ray.finish() == os.EX_TEMPFAIL, without_ray.said
+    assert without_ray.said.splitlines()[-1].endswith(AGAIN) and "Traceback" not in without_ray.said
+    wait_until_gone(str(tmp_path))
+    assert {run.info.status for run in runs_of(grid_run)} == {"KILLED"}
+
+    killed = start_and_train_an_epoch()
+    os.kill(killed.process.pid, signal.SIGKILL)
+    killed.finish()
     wait_until_gone(str(tmp_path), AGENTS)
 
     last = start(*options)
     assert last.finish() == 0, last.said
-    assert_complete(open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs")), 10)
+    assert re.search("_3 resumes (after epoch|at epoch)", last.said)
+    assert_complete(grid_run, 8)
 
 
 @pytest.mark.slow
-def test_ray_stops_trials_early_and_measures_the_others(start: Start, write_grid: WriteGrid, tmp_path: Path) -> None:
+def test_signal_to_all_processes_ends_the_run(start: Start, tmp_path: Path) -> None:
+    """As from `timeout`: Ray gets the signal, too, but the user does not want the run to continue."""
+    driver = start("recipe.epochs=200", "--only", "resnet26_3")
+    wait_until(lambda: checkpoints(tmp_path), driver.process, driver.log)
+    os.killpg(driver.process.pid, signal.SIGTERM)
+    assert driver.finish() == 1
+    assert driver.said.splitlines()[-1].endswith(AGAIN) and "Traceback" not in driver.said
+    wait_until_gone(str(tmp_path))
+
+
+@pytest.mark.slow
+def test_ray_stops_trials_early_and_measures_the_others(
+    start: Start, write_grid: WriteGrid, process_group: None, tmp_path: Path
+) -> None:
     """The trials that do not learn start when the scores of those that do are known."""
     grid = write_grid("""
         question: Which learning rate?
@@ -101,10 +132,13 @@ def test_ray_stops_trials_early_and_measures_the_others(start: Start, write_grid
         seeds: [0, 1]
         early_stopping: {grace_epochs: 2, reduction: 2}
     """)
-    for options in (("--only", "lr0.1"), ()):
-        driver = start(*options, grid=grid)
-        assert driver.finish() == 0, driver.said
     grid_run = open_grid_run(GridRequest(grid, "digits", (), tmp_path / "runs"))
+    grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+    for trial in grid_run.trials:
+        if trial.row == "lr0.1":
+            run_trial(grid_run.workspace, trial, lambda metrics: None)
+    driver = start(grid=grid)
+    assert driver.finish() == 0, driver.said
     results = known_results(grid_run)
     stopped_at = {trial.name: results[trial.key].stopped_at for trial in grid_run.selected}
     assert stopped_at["lr1e-9"] == stopped_at["lr1e-9-seed1"] == 2

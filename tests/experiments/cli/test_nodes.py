@@ -98,9 +98,9 @@ def test_trial_of_a_node_without_a_network_goes_on_elsewhere(grid: Path, tmp_pat
         if network is None:
             pytest.skip("needs network namespaces")
         with nodes(0, network) as cluster:
-            for _ in range(3):
+            for _ in range(2):
                 cluster.add()
-            options = (*ONE_WORKER, "--address", cluster.address)
+            options = (*ONE_WORKER, "--only", "cnn", "--address", cluster.address)
             with Driver(grid, runs, options, environment("0.5"), "tests.faults.witness") as driver:
                 old = _wait_for_step(2 * CHECK_EVERY, runs, driver)[0]
                 lost_node = cluster.of(old.pid)
@@ -109,7 +109,7 @@ def test_trial_of_a_node_without_a_network_goes_on_elsewhere(grid: Path, tmp_pat
                 driver.wait_for("resumes after a failure")
                 code = driver.finish()
     assert code == 0, driver.said
-    steps = [step for step in steps_of(runs) if step.trial == old.trial]
+    steps = steps_of(runs)
     assert len({step.pid for step in steps}) > 1
     assert {step.number for step in steps} == set(range(1, EPOCHS * STEPS + 1))
-    _assert_complete(open_grid_run(GridRequest(grid, "digits", ONE_WORKER, runs)))
+    _assert_complete(open_grid_run(GridRequest(grid, "digits", ONE_WORKER, runs, only=("cnn",))))
