@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cluster import Outcome, ReportFn
 
@@ -48,6 +49,12 @@ def meeting(plan: tuple[str, str, str, str], report: ReportFn) -> None:
     while not any(Path(folder, f"{other}.{state}").exists() for state in ("running", "done")):
         time.sleep(0.02)
     running.rename(running.with_suffix(".done"))
+
+
+def calling(call: tuple[Callable[[Any, ReportFn], None], Any], report: ReportFn) -> None:
+    """Calls another function of this file."""
+    function, value = call
+    function(value, report)
 
 
 def counting(last: int, report: ReportFn) -> None:

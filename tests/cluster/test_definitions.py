@@ -86,6 +86,8 @@ def test_kubernetes_definitions_are_complete() -> None:
 def test_files_of_the_dockerfile_exist() -> None:
     ignored = (CLUSTER / "Dockerfile.dockerignore").read_text().splitlines()
     kept = {line.removeprefix("!") for line in ignored if line.startswith("!")}
-    for arguments in re.findall(r"^COPY --chown=\S+ (.*)$", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE):
+    copied = re.findall(r"^COPY --chown=\S+ (.*)$", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
+    assert copied
+    for arguments in copied:
         *sources, _ = arguments.split()
         assert all((ROOT / source).exists() and source in kept for source in sources), arguments

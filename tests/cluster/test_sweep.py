@@ -48,15 +48,28 @@ def test_no_trial_starts_after_a_fatal_error(resources: Resources, memory: funct
     assert [(outcome.key, outcome.error) for outcome in memory.outcomes] == [("good", None), ("bad", "it is wrong")]
 
 
-def test_dead_workers_are_retried(memory: functions.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    values = {"once": str(tmp_path / "marker"), "always": "/nowhere/marker"}
-    outcomes = sweep(functions.dying, values, Placement(), storage=tmp_path / "s", observer=memory, retries=1)
-    assert sorted(memory.starts) == ["always", "always", "once", "once"]
-    assert memory.reports == [("once", {"survived": 1.0})]
+def test_dead_workers_and_no_final_errors_are_retried(
+    memory: functions.Memory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = {
+        "once": (functions.dying, str(tmp_path / "marker")),
+        "always": (functions.dying, "/nowhere/marker"),
+        "good": (functions.counting, 3),
+        "bad": (functions.counting, 0),
+    }
+    outcomes = sweep(
+        functions.calling, values, Placement(), storage=tmp_path / "s", observer=memory, retries=1, non_retryable=(ValueError,)
+    )
+    assert sorted(memory.starts) == ["always", "always", "bad", "good", "once", "once"]
+    assert memory.of("once") == [{"survived": 1.0}] and memory.of("always") == memory.of("bad") == []
+    assert memory.of("good") == [{"epoch": 0}, {"epoch": 1}, {"epoch": 2}]
     assert sorted(key for key, _ in memory.failures) == ["always", "once"]
     assert all("a worker process died without an exception" in reason for _, reason in memory.failures)
-    assert outcomes["once"].error is None
+    assert outcomes["once"].error is outcomes["good"].error is None
     assert (outcomes["always"].error or "").startswith("a worker process died without an exception")
+    assert outcomes["bad"].error == "nothing to count not even to one"
+    assert "in counting" in outcomes["bad"].traceback
+    assert {outcome.key: outcome for outcome in memory.outcomes} == outcomes
     assert capfd.readouterr() == ("", "")
 
 
@@ -69,20 +82,6 @@ def test_process_is_reused_unless_a_trial_fails(resources: Resources, memory: fu
     assert [outcome.error is None for outcome in outcomes.values()] == [way == "well" for way in ways]
     pids = [reports[0]["pid"] for reports in map(memory.of, values)]
     assert [pids.index(pid) for pid in pids] == [0, 0, 0, 3, 3, 3, 3, 7, 7]
-
-
-@pytest.mark.usefixtures("resources")
-def test_non_retryable_error_is_not_retried(memory: functions.Memory, tmp_path: Path) -> None:
-    values = {"good": 3, "bad": 0}
-    outcomes = sweep(
-        functions.counting, values, Placement(), storage=tmp_path, observer=memory, retries=3, non_retryable=(ValueError,)
-    )
-    assert sorted(memory.starts) == ["bad", "good"]
-    assert outcomes["good"].error is None
-    assert outcomes["bad"].error == "nothing to count not even to one"
-    assert "in counting" in outcomes["bad"].traceback
-    assert memory.of("good") == [{"epoch": 0}, {"epoch": 1}, {"epoch": 2}] and memory.of("bad") == []
-    assert {outcome.key: outcome for outcome in memory.outcomes} == outcomes
 
 
 @pytest.mark.slow
@@ -99,7 +98,6 @@ def test_two_workers_reduce_ask_and_fail(resources: Resources, memory: functions
     assert "in reducing" in outcomes["trial"].traceback
 
 
-@pytest.mark.usefixtures("resources")
 def test_memory_that_is_used_up_ends_the_sweep_with_a_message(
     memory: functions.Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

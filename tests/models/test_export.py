@@ -64,11 +64,11 @@ def made(which: str, size: Mapping[str, Any] | None = None) -> nn.Module:
 IMAGES = torch.randn(3, 3, 24, 28, generator=torch.Generator().manual_seed(1))
 
 
-@every_day("patchwise")
-def test_compiles_to_one_graph(sizes: Sizes) -> None:
-    for which, size in sizes.items():
+@pytest.mark.slow
+def test_compiles_to_one_graph() -> None:
+    for which in MODELS:
         torch.compiler.reset()
-        model = made(which, size)
+        model = made(which)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert_close(compiled(IMAGES), model(IMAGES), which)
 

@@ -14,8 +14,6 @@ import san
 from san import ops
 from tests.nn.kinds import randomize_vectors
 
-pytestmark = pytest.mark.every_isa
-
 NAMES = ["san10_pairwise", "san10_patchwise", "san10_scalar", "resnet26"]
 every_model = pytest.mark.parametrize("name", NAMES)
 every_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])

@@ -60,13 +60,16 @@ def test_copies_round_trip(name: str) -> None:
 
 @every_kind
 def test_evaluation_follows_weights_written_through_data(name: str) -> None:
-    """As averages of weights and old code write them."""
-    model = san.create_model(name, 10, **SMALL).eval()
+    """As averages of weights and old code write them. The same holds for running statistics and `eps`."""
+    model, fresh = (san.create_model(name, 10, **SMALL).eval() for _ in range(2))
     with torch.no_grad():
         before = model(IMAGES)
-        for parameter in model.parameters():
-            parameter.data.mul_(0.5)
-        fresh = san.create_model(name, 10, **SMALL).eval()
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.data.mul_(0.5)
+        for layer in (*model.modules(), *fresh.modules()):
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.eps = 0.5
         fresh.load_state_dict(model.state_dict())
         after = model(IMAGES)
         assert torch.equal(after, fresh(IMAGES)) and not torch.equal(after, before)

@@ -11,8 +11,6 @@ from torch.fx.experimental.optimization import fuse
 
 import san
 
-pytestmark = pytest.mark.every_isa
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "pairwise": {"name": "san10_pairwise"},
     "pairwise, absolute": {"name": "san10_pairwise", "relation": "concatenation", "position": "absolute"},

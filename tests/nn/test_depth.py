@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 import san
 
-pytestmark = pytest.mark.every_isa
-
 
 def gradients(model: nn.Module, x_NCHW: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(model(x_NCHW).square().sum(), list(model.parameters())))

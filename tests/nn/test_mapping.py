@@ -1,9 +1,7 @@
-"""gamma as fused operators: what is computed once in evaluation, and the operators around the kernels."""
+"""gamma as fused operators: the operators around the kernels."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import san
-from san import ops
 from san.nn.mapping import PairMaps
 from tests.benchmarks.glue import Glue, count
 from tests.benchmarks.traffic import as_on_a_gpu
-
-pytestmark = pytest.mark.every_isa
 
 KINDS = {"pairwise": san.PairwiseAttention, "patchwise": san.PatchwiseAttention}
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -34,83 +29,6 @@ def layer(kind: str) -> tuple[san.PairwiseAttention | san.PatchwiseAttention, Te
     x_NCHW = torch.randn(2, 64, 6, 5)
     attention(x_NCHW)
     return attention.eval(), x_NCHW
-
-
-def train_a_step(attention: nn.Module, x_NCHW: Tensor) -> None:
-    optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
-    attention(x_NCHW).square().sum().backward()
-    optimizer.step()
-
-
-def load(attention: nn.Module, x_NCHW: Tensor) -> None:
-    attention.load_state_dict({name: 0.9 * x if x.is_floating_point() else x for name, x in attention.state_dict().items()})
-
-
-def replace_data(attention: nn.Module, x_NCHW: Tensor) -> None:
-    for parameter in attention.parameters():
-        parameter.data = 0.9 * parameter.data
-
-
-def change_a_running_mean(attention: nn.Module, x_NCHW: Tensor) -> None:
-    attention.gamma[0].running_mean.add_(0.1)  # type: ignore[union-attr, operator, index]
-
-
-def replace_a_norm(attention: nn.Module, x_NCHW: Tensor) -> None:
-    attention.gamma[0] = nn.BatchNorm2d(attention.gamma[0].num_features).eval()  # type: ignore[operator, index]
-
-
-def train_with_data(attention: nn.Module, x_NCHW: Tensor) -> None:
-    """As some optimizers do: writes through `data` do not count as changes, so the training pass has to be noticed."""
-    attention.train()(x_NCHW)
-    for parameter in attention.parameters():
-        parameter.data.mul_(0.9)
-    attention.eval()
-
-
-def train_frozen_norms_with_data(attention: nn.Module, x_NCHW: Tensor) -> None:
-    attention(x_NCHW).square().sum().backward()  # in evaluation mode, with gradients
-    for parameter in attention.parameters():
-        parameter.data.mul_(0.9)
-
-
-def recalibrate(attention: nn.Module, x_NCHW: Tensor) -> None:
-    """torch's own BatchNorm changes running statistics without counting it as a write to them."""
-    with torch.no_grad(), ops.backend("unfused"):
-        attention.train()(3 * x_NCHW)
-    attention.eval()
-
-
-def change_eps(attention: nn.Module, x_NCHW: Tensor) -> None:
-    attention.gamma[0].eps = 0.5  # type: ignore[union-attr, operator, index]
-
-
-def move_positions(attention: nn.Module, x_NCHW: Tensor) -> None:
-    if isinstance(attention, san.PairwiseAttention):
-        attention.position.linear.register_forward_hook(lambda layer, inputs, output: output * 3)  # type: ignore[union-attr]
-    else:
-        change_eps(attention, x_NCHW)
-
-
-CHANGES = (
-    *(train_a_step, load, replace_data, change_a_running_mean, replace_a_norm, train_with_data),
-    *(train_frozen_norms_with_data, recalibrate, change_eps, move_positions),
-)
-
-
-@every_kind
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_evaluation_notices_every_change(kind: str, change: Callable[[nn.Module, Tensor], None], mode: Any) -> None:
-    attention, x_NCHW = layer(kind)
-    with mode():
-        before = attention(x_NCHW)
-    change(attention, x_NCHW)
-    with mode():
-        ours = attention(x_NCHW)
-        with ops.backend("reference"):
-            theirs = attention(x_NCHW)
-    assert not torch.allclose(before, ours)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_statistics_are_not_computed_in_half_types() -> None:
@@ -133,32 +51,6 @@ class Products(TorchDispatchMode):
         if func is torch.ops.aten.mm.default and args[1].shape[0] == args[1].shape[1]:
             self.dtypes.add(args[1].dtype)
         return func(*args, **(kwargs or {}))
-
-
-@every_kind
-@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_gradients_after_an_evaluation(kind: str, frozen: bool) -> None:
-    attention, x_NCHW = layer(kind)
-    attention.requires_grad_(not frozen)
-    with torch.inference_mode():
-        attention(x_NCHW)
-    leaves = [x_NCHW.requires_grad_(), *([] if frozen else attention.parameters())]
-    gradients = []
-    for backend in ("auto", "reference"):
-        with ops.backend(backend):  # type: ignore[arg-type]
-            gradients.append(torch.autograd.grad(attention(x_NCHW).square().sum(), leaves))
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
-
-
-@every_kind
-def test_copies_do_not_share_what_is_computed_once(kind: str) -> None:
-    attention, x_NCHW = layer(kind)
-    with torch.no_grad():
-        before = attention(x_NCHW)
-        other = copy.deepcopy(attention)
-        other.gamma[0].weight.mul_(2)  # type: ignore[operator, index]
-        assert not torch.allclose(other(x_NCHW), before)
-        torch.testing.assert_close(attention(x_NCHW), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("kind", "operators"), [("pairwise", 50), ("patchwise", 40)])

@@ -27,8 +27,6 @@ from san.nn.norm import (
 )
 from san.ops import fused
 
-pytestmark = pytest.mark.every_isa
-
 
 def layers(dtype: torch.dtype = torch.float64, bias: bool = False) -> tuple[nn.Conv2d, nn.BatchNorm2d, Tensor]:
     """A strided convolution, a norm that has seen some images, and an input."""
@@ -47,6 +45,7 @@ def gradients(backend: ops.Backend, conv: nn.Conv2d, norm: nn.BatchNorm2d, x: Te
     return [y, *torch.autograd.grad(y.square().sum(), [x, *conv.parameters(), *norm.parameters()])]
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
 @pytest.mark.parametrize("dtype, allowed", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
 def test_folded_norm_keeps_results_and_gradients(dtype: torch.dtype, allowed: float, bias: bool) -> None:
@@ -138,6 +137,7 @@ def test_changed_layers_give_the_same_result_as_the_reference(
             torch.testing.assert_close(buffer, expected.get_buffer(key), rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("value", [1e4, 1e8, 1e30, math.inf, math.nan])
 def test_huge_pixel_only_affects_pixels_whose_footprints_contain_it(value: float) -> None:
     attention = san.PairwiseAttention(64, 3).eval()
@@ -188,6 +188,7 @@ def assert_same_as_layers(
 all_uses = pytest.mark.parametrize("change", [None, "frozen statistics", "layout", "a hook", "unfused"])
 
 
+@pytest.mark.every_isa
 @all_uses
 def test_start_of_a_residual_branch(change: str | None) -> None:
     norm, x_NCHW = norm_and_map()
@@ -201,6 +202,7 @@ def test_start_of_a_residual_branch(change: str | None) -> None:
     assert_same_as_layers(ours, lambda norm, x: x * 2 + norm(x).relu().sin(), norm, x_NCHW)
 
 
+@pytest.mark.every_isa
 @all_uses
 def test_end_of_a_residual_branch(change: str | None) -> None:
     norm, x_NCHW = norm_and_map()
@@ -231,6 +233,7 @@ NORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("options", NORMS)
 def test_norm_and_relu_run_in_one_operator(options: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +270,7 @@ def test_a_single_value_per_channel_cannot_be_normalized() -> None:
     norm_relu(norm.eval(), nn.ReLU(), x_NCHW[:1, :, :1, :1])
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("bias", [False, True], ids=["without bias", "with bias"])
 @pytest.mark.parametrize("images", [1, 3, 17])
 def test_pointwise_convolution_as_a_matrix_product(images: int, bias: bool) -> None:
@@ -300,21 +304,6 @@ def test_other_convolutions_are_called(change: str) -> None:
     with torch.autocast("cpu", enabled=change == "autocast"), torch.set_grad_enabled(change != "no gradient"):
         torch.testing.assert_close(convolve(conv, x_NCHW), conv(x_NCHW), rtol=0, atol=0)
     assert len(called) == (2 if change == "a hook" else 0)
-
-
-@pytest.mark.parametrize("change", ["recalibrated", "written through data", "eps"])
-def test_folded_norm_follows_changes(change: str) -> None:
-    conv, norm, x_NCHW = layers()
-    with torch.no_grad():
-        conv_norm_relu(conv, norm, nn.ReLU(), x_NCHW)
-        if change == "recalibrated":
-            norm.train()(5 + conv(x_NCHW))
-        elif change == "eps":
-            norm.eps = 0.5
-        else:
-            conv.weight.data.mul_(2)
-        norm.eval()
-        torch.testing.assert_close(conv_norm_relu(conv, norm, nn.ReLU(), x_NCHW), norm(conv(x_NCHW)).relu())
 
 
 def stem(images: int = 3, mean: float = 0, deviation: float = 1) -> tuple[nn.Conv2d, nn.BatchNorm2d, Tensor]:
@@ -352,6 +341,7 @@ both_stems = pytest.mark.parametrize("step", [trained, trained_with_pool], ids=[
 Step = Callable[..., list[Tensor]]
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("tracks", [True, False], ids=["running statistics", "none"])
 @pytest.mark.parametrize("images", [1, 3, 4])
@@ -362,6 +352,7 @@ def test_norm_of_the_stem_follows_from_the_images(images: int, tracks: bool, mom
     torch.testing.assert_close(trained(conv, other, x_NCHW), trained(conv, other, x_NCHW, "reference"), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.every_isa
 @both_stems
 @pytest.mark.parametrize("mean, deviation", [(0, 1), (1e3, 1e-2), (-1e5, 1)])
 def test_stem_keeps_the_digits_of_images_with_a_large_mean(mean: float, deviation: float, step: Step) -> None:
@@ -373,6 +364,7 @@ def test_stem_keeps_the_digits_of_images_with_a_large_mean(mean: float, deviatio
         torch.testing.assert_close(x.double(), exact.double(), rtol=0, atol=1e-5 * largest)
 
 
+@pytest.mark.every_isa
 @both_stems
 @pytest.mark.parametrize("scale, saturation", [(1, 0.01), (255, 0.01), (1, 0)])
 def test_stem_keeps_the_digits_of_filters_for_colors(scale: float, saturation: float, step: Step) -> None:
@@ -388,6 +380,7 @@ def test_stem_keeps_the_digits_of_filters_for_colors(scale: float, saturation: f
         torch.testing.assert_close(x.double(), exact.double(), rtol=0, atol=2e-6 * float(exact.detach().abs().max()))
 
 
+@pytest.mark.every_isa
 def test_statistics_of_the_stem_are_exact_under_autocast() -> None:
     conv, norm, x_NCHW = stem()
     *_, mean, var, count = trained(conv, norm, x_NCHW, "reference")
@@ -396,6 +389,7 @@ def test_statistics_of_the_stem_are_exact_under_autocast() -> None:
     torch.testing.assert_close((ours_mean.double(), ours_var.double(), ours_count), (mean, var, count), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.every_isa
 def test_stem_of_bfloat16_is_as_exact_as_its_layers_one_by_one() -> None:
     conv, norm, x_NCHW = stem()
     exact = trained(conv, norm, x_NCHW, "reference")[0].detach()
@@ -483,6 +477,7 @@ def test_stem_with_its_pool_is_one_operator(change: str, operator: str) -> None:
     torch.testing.assert_close(y_NCHW.double(), wanted, rtol=most, atol=most)
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("shape, operator", [((2, 5, 6, 7), "san.max_pool"), ((0, 5, 4, 4), TORCH_POOL)])
 def test_maps_are_pooled_in_one_operator(shape: tuple[int, ...], operator: str) -> None:
     x_NCHW = torch.randn(shape).contiguous(memory_format=torch.channels_last)
@@ -497,6 +492,7 @@ def test_a_map_without_a_whole_cell_cannot_be_pooled() -> None:
         max_pool(torch.randn(2, 4, 1, 6).contiguous(memory_format=torch.channels_last))
 
 
+@pytest.mark.every_isa
 @pytest.mark.parametrize("images", [2, 16])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_convolutions_of_one_map_run_as_one_product(training: bool, images: int) -> None:

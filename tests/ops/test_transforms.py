@@ -17,8 +17,6 @@ from san.ops.functional import fuses
 from tests.nn.kinds import randomize_vectors
 from tests.ops.operators import OPERATORS, Case, Operator
 
-pytestmark = pytest.mark.every_isa
-
 every_operator = pytest.mark.parametrize("operator", OPERATORS, ids=str)
 every_model = pytest.mark.parametrize("name", ["san10_pairwise", "san10_patchwise", "san10_scalar", "resnet26"])
 CASE = Case(1, 4, 3, 2, 3)

@@ -101,16 +101,16 @@ def test_plan_leaves_no_file_behind(tmp_path: Path, printed: Printed, monkeypatc
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_shells_complete_commands() -> None:
-    words = {"_SAN_COMPLETE": "bash_complete", "COMP_WORDS": "san del", "COMP_CWORD": "1", "PYTHONPATH": str(PROJECT_DIR)}
-    done = subprocess.run([sys.executable, "-m", "experiments"], env=os.environ | words, capture_output=True, text=True)
-    assert done.stdout == "plain,delete\n"
+def test_shells_complete_commands(run_san: San, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_SAN_COMPLETE": "bash_complete", "COMP_WORDS": "san del", "COMP_CWORD": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_san()[1] == "plain,delete\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_full_disk_under_the_output_is_one_message() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-m", "experiments", "models"], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run([sys.executable, "-m", "experiments", "--help"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1) and done.stderr.startswith("san: no space left")
 
 
@@ -149,7 +149,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, the weights of a model in both formats, and a folder of images in which a class has none."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "a.txt").write_text("a text")
-    model = create_model("san10_pairwise", 3)
+    model = create_model("san10_pairwise", 3, num_stages=2, width_mult=0.5)
     save_checkpoint(model, folder / "own.pth")
     save_released_checkpoint(model, folder / "released.pth")
     for split in ("train", "val"):

@@ -150,15 +150,6 @@ def test_sizes() -> None:
     assert [Size().convert(text, None, None) for text in sizes] == list(sizes.values())
 
 
-def test_check_rejects_a_single_class(images: Path, rejected: Rejected) -> None:
-    for split in ("train", "val"):
-        (images / split / "all").mkdir()
-        for name in ("cat", "dog"):
-            (images / split / name).rename(images / split / "all" / name)
-    assert f"{images}/train: a single class, all, " in rejected("data", "check", images)
-    assert not list(images.glob("*.txt"))
-
-
 @pytest.mark.slow
 def test_check_shows_a_bar_and_can_be_interrupted(images: Path) -> None:
     """While a process decodes. Its processes end, too: they share its output, which is read until all have closed it."""

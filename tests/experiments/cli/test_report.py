@@ -1,6 +1,7 @@
 """`san report`: its files, messages and output formats."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,10 @@ def test_overrides_that_change_trials_are_part_of_the_names(write_grid: WriteGri
     assert len(set(names)) == 4 and all(re.fullmatch(r"[A-Za-z0-9_.=,+-]{1,160}", name) for name in names)
 
 
-def test_report_command_prints_every_format_and_rejects_mistakes(
+def test_report_command_prints_every_format_writes_files_and_rejects_mistakes(
     finished_grid: OpenGrid, tmp_path: Path, run_san: San, rejected: Rejected
 ) -> None:
-    """Formats other than text write no files, and neither does a mistake."""
+    """Formats other than text write no files, and neither does a mistake. The table is printed if no file can be written."""
     finished_grid()
     report = ("report", tmp_path / "invented.yaml", "--runs", tmp_path / "runs")
     for form, start in (("markdown", "| row | top-1 paper |"), ("latex", "\\begin{tabular}"), ("csv", "id,paper_top1,top1")):
@@ -67,20 +68,14 @@ def test_report_command_prints_every_format_and_rejects_mistakes(
     ):
         message = rejected(*report, *mistake)
         assert all(word in message for word in words), message
-    assert not (tmp_path / "runs" / "invented-digits").exists() and not page.exists()
+    folder = tmp_path / "runs" / "invented-digits"
+    assert not folder.exists() and not page.exists()
 
+    run_san(*report, "--seeds", "2")
+    assert {path.name for path in folder.iterdir()} == {"table.md", "table.csv", "plot.png"}
 
-def test_printing_the_table_renders_no_page(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -> None:
-    grid_run = finished_grid()
-    run_san("report", tmp_path / "invented.yaml", "--runs", grid_run.workspace.runs, "--seeds", "2")
-    written = {path.name for path in (grid_run.workspace.runs / "invented-digits").iterdir()}
-    assert written == {"table.md", "table.csv", "plot.png"}
-
-
-def test_prints_the_table_if_its_folder_cannot_be_written(finished_grid: OpenGrid, tmp_path: Path, run_san: San) -> None:
-    grid_run = finished_grid()
-    folder = grid_run.workspace.runs / "invented-digits"
+    shutil.rmtree(folder)
     folder.write_text("a file")
-    code, out, err = run_san("report", tmp_path / "invented.yaml", "--runs", grid_run.workspace.runs, "--seeds", "2")
+    code, out, err = run_san(*report, "--seeds", "2")
     assert code == 1  # trials are missing
     assert "pairwise_3" in out and f"{folder}: cannot write the report (File exists)" in err

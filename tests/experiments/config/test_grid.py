@@ -1,5 +1,6 @@
 """Grids: expansion is pure, every mistake is named with its path."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,12 @@ def error_message(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+@functools.cache
+def trials_of_the_paper(profile: str) -> dict[str, dict[str, Trial]]:
+    """The trials of each grid."""
+    return {path.stem: expand(path, profile=profile) for path in GRIDS}
+
+
 def expand(path: Path, *overrides: str, profile: str = "digits") -> dict[str, Trial]:
     checked = expanded(path, *overrides, profile=profile)
     return {
@@ -40,8 +47,8 @@ def expanded(path: Path, *overrides: str, profile: str = "digits", imports: Sequ
 
 @pytest.mark.parametrize("profile", ["digits", "folder", "imagenet", "imagenet-1gpu", "imagenet-fast"])
 def test_every_grid_has_the_rows_of_its_table(profile: str) -> None:
-    for path in GRIDS:
-        assert list(expand(path, profile=profile)) == list(paper_rows(path.stem))
+    for name, trials in trials_of_the_paper(profile).items():
+        assert list(trials) == list(paper_rows(name))
 
 
 def test_layers_profile_base_row_override(write_grid: WriteGrid) -> None:
@@ -112,7 +119,9 @@ def test_equal_models_have_equal_keys(one: str, other: str, write_grid: WriteGri
 
 
 def test_tables_share_their_trials() -> None:
-    keys = {f"{path.stem}/{row}": trial.key for path in GRIDS for row, trial in expand(path).items()}
+    keys = {
+        f"{name}/{row}": trial.key for name, trials in trials_of_the_paper("digits").items() for row, trial in trials.items()
+    }
     for shared in (
         ["comparison/san10_pairwise", "relation/pairwise_subtraction", "mapping/pairwise_LRL", "position/pairwise_relative"],
         ["comparison/san10_patchwise", "relation/patchwise_concatenation", "mapping/patchwise_LRL", "footprint/patchwise_7"],
@@ -131,7 +140,7 @@ def test_imagenet_profile_has_the_setting_of_the_paper() -> None:
         "comparison", "relation", "scalar_attention", "mapping", "transformation", "footprint", "position",
         "rotation", "attack",
     }  # fmt: skip
-    rows = {path.stem: expand(path, profile="imagenet") for path in GRIDS}
+    rows = trials_of_the_paper("imagenet")
     assert sum(map(len, rows.values())) == 47 + 2 * 9
     for name, trials in rows.items():
         for trial in trials.values():

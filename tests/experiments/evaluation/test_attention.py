@@ -1,9 +1,9 @@
 """`san attention` and the page's samples: the weights that the network used, a description, and clear errors."""
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -107,18 +107,11 @@ def test_image_is_preprocessed_as_in_validation(files: Path) -> None:
     np.testing.assert_allclose(by_number.image_HW3, small, atol=0.02)
 
 
-def test_image_format_does_not_matter(files: Path, tmp_path: Path) -> None:
+def test_image_needs_no_suffix(files: Path, tmp_path: Path) -> None:
     network, expected = opened(files, "pairwise"), look_at(files, "pairwise").image_HW3
-    formats: dict[str, dict[str, Any]] = {
-        "a.bmp": {},
-        "a.tiff": {},
-        "a.webp": {"lossless": True},
-        "no_suffix": {"format": "PNG"},
-    }
-    for name, options in formats.items():
-        with Image.open(files / "colours.png") as picture:
-            picture.save(tmp_path / name, **options)
-        np.testing.assert_array_equal(compute_attention(network, open_image(network, str(tmp_path / name))).image_HW3, expected)
+    shutil.copy(files / "colours.png", tmp_path / "colours")
+    found = compute_attention(network, open_image(network, str(tmp_path / "colours")))
+    np.testing.assert_array_equal(found.image_HW3, expected)
 
 
 def test_layer_by_default_number_and_name(files: Path) -> None:

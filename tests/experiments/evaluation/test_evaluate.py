@@ -355,6 +355,5 @@ def test_predict_rejects(tmp_path: Path, rejected: Rejected) -> None:
         ([], "no images given"),
         ([tmp_path], f"no images in {tmp_path}"),
         ([tmp_path / "1.jpg", "--csv", tmp_path / "none/x.csv"], "cannot write this file"),
-        ([tmp_path / "1.jpg", "model.footprint=3"], "already stores its model"),
     ):
         assert words in rejected("predict", "san10_patchwise_cifar10", *arguments)

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import san
 from cluster import Outcome
 from cluster.errors import LostError
 from experiments.cli.run import run
@@ -74,8 +73,7 @@ def pixels_of(trained: Trained) -> tuple[OnPixels, Tensor, Tensor, Tensor]:
     return OnPixels(found.model, how).eval(), batch.images_NCHW, batch.labels_N, wanted
 
 
-@pytest.mark.every_isa
-@pytest.mark.parametrize("measure", [Rotation("rotate90"), Rotation("none"), LARGE], ids=str)
+@pytest.mark.parametrize("measure", [Rotation("rotate90"), LARGE], ids=str)
 def test_batch_size_changes_results_only_by_rounding(measure: Measure, trained: Trained) -> None:
     """In float32, batches of other sizes are summed in another order. This may change the class of an image and the signs of an
     attack's tiny gradients. In float64, rounding is too small for that."""
@@ -97,9 +95,8 @@ def test_rotation_measures_accuracy_on_rotated_images(manipulation: str, trained
 
 def test_undisturbed_accuracy_equals_validation(trained: Trained) -> None:
     metrics = trained.result.metrics
-    for protocol in PROTOCOLS.values():
-        numbers = protocol.conditions[0].measure(subject(trained, 64), lambda: None)
-        assert (numbers["top1"], numbers["top5"]) == (metrics["val/top1"], metrics["val/top5"])
+    numbers = PROTOCOLS["rotation"].conditions[0].measure(subject(trained, 64), lambda: None)
+    assert (numbers["top1"], numbers["top5"]) == (metrics["val/top1"], metrics["val/top5"])
 
 
 GRID = """
@@ -220,15 +217,13 @@ def test_repeated_measurements_of_a_retried_trial_count_once(grid_run: GridRun) 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{weights}", "{trial}", "model.footprint=3", "--profile", "digits"], "leave out model.footprint"),
         (["data.root=/data"], "no checkpoint given"),
         (["{trial}", "{trial}"], "more than once"),
         (["{trial}", "none.pt"], "none.pt: "),
     ],
 )
-def test_rejects(arguments: list[str], words: str, trained: Trained, tmp_path: Path, rejected: Rejected) -> None:
-    san.save_checkpoint(trained.best.model(), tmp_path / "weights.pt")
-    filled = [argument.format(weights=tmp_path / "weights.pt", trial=trained.folder) for argument in arguments]
+def test_rejects(arguments: list[str], words: str, trained: Trained, rejected: Rejected) -> None:
+    filled = [argument.format(trial=trained.folder) for argument in arguments]
     message = rejected("robustness", *filled, "--runs", trained.grid_run.workspace.runs)
     assert message.startswith("san: ") and len(message.splitlines()) == 1
     assert words in message

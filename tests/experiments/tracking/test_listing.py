@@ -82,4 +82,3 @@ def test_rejects_an_unknown_name(open_small_grid: OpenGrid, rejected: Rejected, 
     for runs in (open_small_grid().workspace.runs, tmp_path / "mistyped"):
         assert "nothing: no trial or grid with this name" in rejected("delete", "nothing", "--yes", "--runs", runs)
     assert not (tmp_path / "mistyped").exists()
-    assert "no runs of grid 'v1.2'" in rejected("runs", "v1.2", "--runs", open_small_grid().workspace.runs)

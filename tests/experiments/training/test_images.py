@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.config.config import TrialConfig
+from experiments.config.config import PROJECT_DIR, TrialConfig
 from experiments.errors import UserError
 from experiments.training import images as images_module
 from experiments.training.images import data_digest, loaders, notes_on, open_data, open_split
@@ -58,13 +58,15 @@ def test_images_held_out_of_train_need_no_folder_val(images: Path, tmp_path: Pat
         assert (len(train), len(val)) == (8, 4)
 
 
-def test_rejects_a_single_class_and_names_the_folders_in_it(images: Path) -> None:
+def test_rejects_a_single_class_and_names_the_folders_in_it(images: Path, run_san: San) -> None:
     for split in ("train", "val"):
         (images / split).rename(images / "moved")
         (images / split).mkdir()
         (images / "moved").rename(images / split / "photos")
     with pytest.raises(DataError, match=r"a single class, photos, .* \(cat, dog\), move them to .*train"):
         open_data(image_data(images))
+    code, _, said = run_san("data", "check", images)
+    assert code == 2 and "a single class, photos, " in said and not list(images.glob("*.txt"))
 
 
 def test_says_that_classes_have_other_unicode_characters(images: Path) -> None:
@@ -136,9 +138,8 @@ def test_synthetic_images_need_no_folder() -> None:
 
 def test_missing_digits_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.training.images.PROJECT_DIR", tmp_path)
-    for root in (Path("data/digits"), tmp_path / "mine"):
-        assert len(open_data(image_data(root, source="digits"))[1]) == 360
-        assert (tmp_path / root / "val").exists()
+    assert len(open_data(image_data(Path("data/digits"), source="digits"))[1]) == 360
+    assert (tmp_path / "data/digits/val").exists()
 
 
 @pytest.mark.parametrize(
@@ -207,9 +208,9 @@ def test_rejects_a_batch_larger_than_the_dataset(open_small_grid: OpenGrid) -> N
         open_small_grid("recipe.batch_size=100000")
 
 
-def test_fewer_validation_images(tmp_path: Path) -> None:
+def test_fewer_validation_images() -> None:
     """The same in training and in evaluation; another split is complete."""
-    config = image_data(tmp_path / "digits", source="digits", val_per_class=3)
+    config = image_data(PROJECT_DIR / "data/digits", source="digits", val_per_class=3)
     train, val = open_data(config)
     assert (len(train), len(val)) == (1437, 30)
     assert open_split(config).digest() == val.digest()
