@@ -229,7 +229,7 @@ class Loader:
     def _unusable(self, broken: Broken) -> DataError:
         return DataError(
             f"{self.dataset.name_of(broken.index)}: cannot use this image: {broken.reason}; replace or remove it, or leave it "
-            "out: run `san data check` on the folder, then `san data split` or `san data pack` if you use them"
+            "out: run `san data check` on the folder, then `san data pack` if you use shards"
         )
 
 

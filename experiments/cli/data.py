@@ -1,10 +1,9 @@
-"""`san data`: prepares, checks, splits and packs images."""
+"""`san data`: prepares, checks and packs images."""
 
 from __future__ import annotations
 
 import glob
 import json
-import os
 import re
 import sys
 from itertools import combinations
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cluster.placement import available_cpus
 from experiments.cli.options import AS_JSON, FilePath, printable
 from experiments.errors import UserError
 
@@ -29,7 +29,7 @@ LISTS = click.option("--lists", type=FilePath(), help="Folder of the image lists
 WORKERS = click.option(
     "--workers",
     type=click.IntRange(1, 1024),
-    default=lambda: len(os.sched_getaffinity(0)),
+    default=available_cpus,
     help="Number of processes.  [default: one per CPU]",
 )
 
@@ -51,7 +51,7 @@ class Size(click.ParamType[int]):
 
 @click.group()
 def data() -> None:
-    """Prepare, check, split and pack image datasets.
+    """Prepare, check and pack image datasets.
 
     \b
     Example: san data check data/digits
@@ -65,8 +65,7 @@ def data() -> None:
     "--from",
     "source",
     type=FilePath(exists=True),
-    help="CIFAR: the official archive (binary version), another one with train/CLASS and val/CLASS, or a folder with the "
-    "content of either, instead of a download.",
+    help="CIFAR: the official archive (binary version), or a folder with its content, instead of a download.",
 )
 def prepare(name: str, folder: Path | None, source: Path | None) -> None:
     """Write CIFAR or the embedded digits as image files.
@@ -191,40 +190,6 @@ def _sentence(result: dict[str, Any]) -> str:
         return f"{text}; no list written: {problem}"
     listed = f"; valid images are listed in {result['list']}" if result["list"] else ""
     return f"{text}{listed}; digest {result['digest']}"
-
-
-@data.command()
-@ROOT
-@click.option("--per-class", type=click.IntRange(1), default=50, show_default=True, help="Images to hold out per class.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed that selects the images.")
-@LISTS
-@AS_JSON
-def split(root: Path, per_class: int, seed: int, lists: Path | None, as_json: bool) -> None:
-    """Hold out training images per class for validation.
-
-    Writes the lists train-split and val-split. Training with data.val_split_per_class=N and
-    data.val_split_seed=S holds out the same images as --per-class N --seed S.
-
-    \b
-    Example: san data split /data/imagenet --per-class 50
-    """
-    from pipelines import Dataset
-    from pipelines.datasets.manifest import list_path, require_writable, write_list
-
-    known = lists if lists is not None and lists.is_dir() else None
-    parts = Dataset.open(root, "train", known).hold_out(per_class, seed)
-    paths = {name: list_path(lists or root, name) for name in ("train-split", "val-split")}
-    for path in paths.values():
-        require_writable(path)
-    results = []
-    for (name, path), part in zip(paths.items(), parts, strict=True):
-        write_list(path, part.paths, part.sizes)
-        results.append({"split": name, "images": len(part), "list": str(path), "digest": part.digest()})
-    if as_json:
-        click.echo(json.dumps(results))
-        return
-    for result in results:
-        click.echo(printable(f"{result['split']}: {result['images']} images, {result['list']}, digest {result['digest']}"))
 
 
 @data.command()

@@ -32,11 +32,6 @@ PROJECT_DIR = Path(__file__).resolve().parents[2]
 """Folder of the packages, data/ and runs/."""
 
 
-def is_job_copy() -> bool:
-    """Whether this is the temporary copy of the project that a Ray job uses."""
-    return "_ray_pkg_" in PROJECT_DIR.as_posix()
-
-
 def _no_boolean(value: object) -> object:
     """Rejects true and false, which Python and pydantic accept as the numbers 1 and 0."""
     if isinstance(value, bool):
@@ -156,13 +151,12 @@ class DataConfig(Strict):
     A relative path is resolved from the current folder; in a profile file of your own, from the file's folder. Not used with
     synthetic images."""
     lists: str | None = None
-    """Folder of the image lists written by `san data check` or `san data split`, if the lists are not in `root`.
+    """Folder of the image lists written by `san data check`, if the lists are not in `root`.
     Relative paths are resolved as for `root`."""
     split: Literal["val-original", "val-split"] = "val-original"
     """Validation images: `val-original` uses `val`; `val-split` holds out images from `train`, as in the paper's ablations."""
     val_split_per_class: Count | None = None
-    """Images per class that `val-split` holds out, the same images for every seed; existing `train-split` and
-    `val-split` lists or shards are then ignored. Null: uses those lists or shards, or `val` if there are none."""
+    """Images per class that `val-split` holds out, the same images for every seed. Null: uses `val` instead."""
     val_split_seed: Annotated[Whole, Field(ge=0)] = 0
     """Seed that selects the images that `val-split` holds out."""
     train_per_class: Count | None = None

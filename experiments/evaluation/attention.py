@@ -114,7 +114,7 @@ def open_image(opened: LoadedModel, image: str, split: str | None = None) -> Dat
         DataError: the file does not exist or is not an image, or the split cannot be used.
     """
     if os.path.isfile(image) or not image.isdecimal():
-        picture = Dataset.of_image(image)
+        picture = Dataset.of_files([image])
         for broken in broken_images(picture, [0]):
             raise DataError(f"{image}: {broken.reason}; give another image")
         return picture

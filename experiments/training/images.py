@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,9 +13,6 @@ import torch.distributed as dist
 from experiments.config.config import PROJECT_DIR, DataConfig, TrialConfig, too_many_parts
 from experiments.errors import UserError
 from pipelines import CIFAR, DataError, Dataset, Loader, Transform, prepare_digits
-from pipelines.datasets.dataset import image_names
-from pipelines.datasets.manifest import list_path
-from pipelines.datasets.shards import index_path
 from pipelines.loader import decoding_threads
 
 CPU = torch.device("cpu")
@@ -36,13 +31,11 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset]:
         return made_up("train"), made_up("val")
     root, lists = _folders(config)
     held_out = config.val_split_per_class if config.split == "val-split" else None
-    names = _parts(config.source, root, lists) if config.split == "val-split" and held_out is None else ()
-    of_train, of_val = names or ("train", "val")
-    train = _open_split(config.source, root, lists, of_train)
-    val = train if held_out is not None else _open_split(config.source, root, lists, of_val)
+    train = _open_split(config.source, root, lists, "train")
+    val = train if held_out is not None else _open_split(config.source, root, lists, "val")
     train.require_several_classes()
     train.require_same_classes(val)
-    if names or (train.split != val.split and (train.has_links or val.has_links)):
+    if held_out is None and (train.has_links or val.has_links):
         train.require_disjoint(val)
     try:
         key = "data.val_split_per_class"
@@ -68,21 +61,6 @@ def _require_fitting(config: DataConfig) -> None:
             raise DataError(
                 f"data.{key}: not used with data.source=synthetic; set data.{key}=null and data.synthetic_per_class=N"
             )
-
-
-def _parts(source: str, root: Path, lists: Path | None) -> tuple[str, ...]:
-    """The splits `train-split` and `val-split` if both have lists; empty if neither has."""
-    described = index_path if source == "shards" else list_path
-    names = ("train-split", "val-split")
-    there = [name for name in names if any(os.path.lexists(described(folder, name)) for folder in (lists or root, root))]
-    if len(there) == 1:
-        (missing,) = set(names) - set(there)
-        where, command = lists or root, "pack" if source == "shards" else "split"
-        raise DataError(
-            f"data.split: {where} has {described(where, there[0]).name} but not {described(where, missing).name}; "
-            f"create both with `san data {command}`, or remove {described(where, there[0]).name}"
-        )
-    return tuple(there)
 
 
 def _folders(config: DataConfig) -> tuple[Path, Path | None]:
@@ -133,35 +111,14 @@ def _open_split(source: str, root: Path, lists: Path | None, name: str) -> Datas
 
 
 def notes_on(config: DataConfig) -> list[str]:
-    """Notes on a folder of images, for people: the lists in use and what has changed since, and skipped files."""
+    """Notes on a folder of images, for people: the lists in use and skipped files."""
     if config.source != "folder":
         return []
-    train, val = open_data(config)
-    splits = [_open_split(config.source, *_folders(config), name) for name in dict.fromkeys((train.split, val.split))]
-    notes = [f"{one.split}: skipped {one.skipped}" for one in splits if one.skipped]
-    for folder in dict.fromkeys(one.folder for one in splits):
-        notes += _on_lists([one for one in splits if one.folder == folder and one.listed_in is not None])
-    return notes
-
-
-def _on_lists(parts: Sequence[Dataset]) -> list[str]:
-    """The lists of a folder that are in use, and the images in the folder that they lack, which may be new or broken."""
-    if not parts:
-        return []
-    lists = [one.listed_in for one in parts if one.listed_in is not None]
-    text = f"images listed in {' and '.join(map(str, lists))}"
-    folder, root = parts[0].folder, parts[0].root
-    listed = set[str]().union(*(one.paths for one in parts))
-    try:
-        found = image_names(root, folder.name)
-        if found != listed:  # again, each file once
-            found = set(Dataset.scan(root, folder.name).paths)
-    except (OSError, DataError) as error:
-        return [f"{text}; cannot compare them with {folder}: {error}"]
-    more = f"has {len(found - listed):,} others (new or broken), which are not used" if found - listed else ""
-    less = f"lacks {len(listed - found):,} of them" if listed - found else ""
-    differs = " and ".join(filter(None, (more, less)))
-    return [f"{text}, but {folder} {differs}; see `san data check` and `san data split`" if differs else text]
+    splits = dict.fromkeys(dataset.split for dataset in open_data(config))
+    opened = [_open_split(config.source, *_folders(config), name) for name in splits]
+    skipped = [f"{one.split}: skipped {one.skipped}" for one in opened if one.skipped]
+    listed = [f"images listed in {one.listed_in}; list new ones with `san data check`" for one in opened if one.listed_in]
+    return skipped + listed
 
 
 def without_writing(config: DataConfig) -> DataConfig:

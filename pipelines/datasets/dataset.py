@@ -1,6 +1,5 @@
 """A dataset: one split of an image folder in ImageNet's layout, `root/split/class/image`, or of shards made from one."""
 
-import functools
 import hashlib
 import heapq
 import os
@@ -27,8 +26,6 @@ SUFFIXES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", 
 """Names of images, in any case. Other files are skipped and counted."""
 SYNTHETIC_AT_MOST = 5_000_000
 """Maximum number of images, whose names take half a gigabyte."""
-PARTS_OF = {"train-split": "train", "val-split": "train"}
-"""Splits whose images are in the folder of another split."""
 LISTING_THREADS = 16
 """Number of class folders that are listed at a time, because network file systems respond slowly."""
 
@@ -137,19 +134,6 @@ class Dataset:
         return cls(root, split, classes, index.paths, labels, index.sizes, index.offsets, shards)
 
     @classmethod
-    def of_image(cls, path: Path | str) -> "Dataset":
-        """A dataset of one image in any folder.
-
-        Raises:
-            DataError: the file does not exist.
-        """
-        path = Path(path)
-        if not os.path.isfile(path):
-            what = "a folder" if os.path.isdir(path) else "not a regular file" if os.path.exists(path) else "no such file"
-            raise DataError(f"{path}: {what}; expected an image")
-        return cls.of_files([path])
-
-    @classmethod
     def of_files(cls, files: Sequence[Path | str]) -> "Dataset":
         """A dataset of images in any folders, whose class is not known. Missing files are found when they are read."""
         paths = [os.path.abspath(file) for file in files]
@@ -176,7 +160,7 @@ class Dataset:
         paths, sizes = read_list(path)
         classes, labels = _classes_of(path, split, paths)
         with _readable(root):
-            folder = _split_folder(root, paths[0].split("/", 1)[0])
+            folder = _split_folder(root, split)
             existing = _class_names(folder)
         gaps = (("the list", set(existing) - set(classes)), (folder, set(classes) - set(existing)))
         lacks = [f"{where} has no {join_names(lost)}" for where, lost in gaps if lost]
@@ -189,11 +173,6 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.paths)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the class folders; packed images were there before they were packed."""
-        return self.root / self.paths[0].partition("/")[0]
 
     @property
     def packed(self) -> bool:
@@ -303,17 +282,14 @@ class Dataset:
         return digest(self.paths, self.sizes)
 
     def require_disjoint(self, other: "Dataset") -> None:
-        """Raises DataError if `other` shares images with this split, under any path of their folders, or, if one of them has
-        links, under any name."""
-        by_name = not (self.has_links or other.has_links)
-        mine, others = (_files_by_name(each) if by_name else _files_on_disk(each) for each in (self, other))
+        """Raises DataError if `other` has a file of this split, under any name."""
+        mine, others = _files_on_disk(self), _files_on_disk(other)
         if shared := sorted((mine[file], others[file]) for file in mine.keys() & others.keys()):
             (here, there), number = shared[0], f"{len(shared)} image{'s'[: len(shared) > 1]}"
-            image = here if here == there else f"{here}, which is {there}"
-            listed = self.listed_in is not None and other.listed_in is not None
-            again = "regenerate both lists with a single `san data split` command"
-            advice = again if listed else "remove the links, or the further names of the files, from one of them"
-            raise DataError(f"{self.split} and {other.split} share {number}, such as {image}; {advice}")
+            raise DataError(
+                f"{self.split} and {other.split} share {number}, such as {here}, which is {there}; remove the links, or the "
+                "further names of the files, from one of them"
+            )
 
     def require_several_classes(self) -> None:
         """Raises DataError for a single class: the folders may be one level deeper than they should."""
@@ -341,13 +317,6 @@ class Dataset:
             f"both splits must have the same class folders, but {' and '.join(lacks)}; "
             "add the missing folders or remove the others"
         )
-
-
-def _files_by_name(dataset: Dataset) -> dict[object, str]:
-    """The path of each image by its real folder and its name."""
-    real = functools.cache(lambda folder: os.path.realpath(dataset.root / folder))
-    split = (path.rpartition("/") for path in dataset.paths)
-    return {(real(folder), name): f"{folder}/{name}" for folder, _, name in split}
 
 
 def _files_on_disk(dataset: Dataset) -> dict[object, str]:
@@ -381,11 +350,10 @@ def _classes_of(listing: Path, split: str, paths: Sequence[str]) -> tuple[tuple[
         raise DataError(
             f"{listing}: expected rows of the form <folder>/<class>/<image>, all with one folder; regenerate the list"
         )
-    of, expected = folders[0].split("/")[0], PARTS_OF.get(split, split)
-    if of not in (split, expected):
+    if (of := folders[0].split("/")[0]) != split:
         raise DataError(
-            f"{listing}: lists images of {of}/, but {split} needs images of {expected}/; "
-            "the list belongs to another split; regenerate it"
+            f"{listing}: lists images of {of}/, but {split} needs images of {split}/; the list belongs to another split; "
+            "regenerate it"
         )
     labels = np.argsort([numbers[folder] for folder in folders])[first_seen]
     return tuple(folder.split("/")[1] for folder in folders), array("q", labels.tobytes())
@@ -433,23 +401,6 @@ def _class_names(folder: Path) -> list[str]:
             "put the images of each class into a separate folder"
         )
     return names
-
-
-def image_names(root: Path, split: str) -> set[str]:
-    """The paths in `root/split/<class>/` that end like images, without following links inside class folders; quick, because it
-    looks at no file. Raises OSError."""
-    classes = _class_names(root / split)
-
-    def names(name: str) -> list[str]:
-        found = []
-        for inside, folders, files in os.walk(root / split / name):
-            folders[:] = [folder for folder in folders if not folder.startswith(".")]
-            inner = f"{split}/{name}{inside[len(str(root / split / name)) :]}"
-            found += [f"{inner}/{file}" for file in files if file.lower().endswith(SUFFIXES) and not file.startswith(".")]
-        return found
-
-    with ThreadPoolExecutor(LISTING_THREADS) as pool:
-        return set(chain.from_iterable(pool.map(names, classes)))
 
 
 def list_images(folder: Path) -> tuple[list[str], str]:

@@ -3,7 +3,7 @@
     # digest 0f3a...            hash of all rows below
     train/cat/1.jpg<TAB>10342   path in the data folder, bytes
 
-Lists exclude images that cannot be decoded (`san data check`) or split the images of a folder (`san data split`).
+Lists exclude images that cannot be decoded (`san data check`).
 """
 
 import hashlib
@@ -62,8 +62,8 @@ def read_list(path: Path) -> tuple[tuple[str, ...], "array[int]"]:
     header, *lines = read_lines(path)
     if not header.startswith(HEADER):
         raise DataError(
-            f"{path}: not an image list; expected a digest in the first line, written by `san data check` or "
-            "`san data split`; move the file away, or keep lists in another folder (set --lists or data.lists)"
+            f"{path}: not an image list; expected a digest in the first line, written by `san data check`; move the file away, "
+            "or keep lists in another folder (set --lists or data.lists)"
         )
     rows = [line.rpartition("\t") for line in lines]
     if rows and all(size.isascii() and size.isdigit() for _, _, size in rows):
@@ -72,7 +72,7 @@ def read_list(path: Path) -> tuple[tuple[str, ...], "array[int]"]:
             return paths, sizes
     raise DataError(
         f"{path}: damaged or edited by hand, because the digest does not match the rows; "
-        "regenerate the list with `san data check` or `san data split`"
+        "regenerate the list with `san data check`"
     )
 
 
@@ -106,22 +106,13 @@ def read_lines(path: Path) -> list[str]:
     Raises:
         DataError: the file cannot be read.
     """
-    return decode(read_bytes(path)).removesuffix("\n").split("\n")
-
-
-def read_bytes(path: Path) -> bytes:
-    """Reads a file. Raises DataError if it cannot be read."""
     try:
-        return path.read_bytes()
+        text = path.read_bytes().decode(errors="surrogateescape")
     except OSError as error:
         raise DataError(f"{path}: cannot read this file ({error.strerror}); make the file readable or remove it") from None
+    return text.removesuffix("\n").split("\n")
 
 
 def encode(text: str) -> bytes:
     """Encodes text so that file names that are not UTF-8 stay the same."""
     return text.encode(errors="surrogateescape")
-
-
-def decode(content: bytes) -> str:
-    """The reverse of `encode`."""
-    return content.decode(errors="surrogateescape")

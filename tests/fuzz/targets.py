@@ -170,7 +170,7 @@ def _images(folder: Path) -> list[Target]:
         ),
         Target(
             "image",
-            _file(image_file, lambda path: decoder.problem(Dataset.of_image(path).source(0))),
+            _file(image_file, lambda path: decoder.problem(Dataset.of_files([path]).source(0))),
             changed_bytes(jpeg) | changed_bytes(png),
         ),
     ]

@@ -16,9 +16,9 @@ import pytest
 
 from experiments.cli.data import Size
 from experiments.training.images import data_digest, open_data
-from pipelines import Dataset
+from pipelines import CIFAR, Dataset
 from pipelines.datasets import check
-from pipelines.datasets.manifest import read_list, write_list
+from pipelines.datasets.manifest import write_list
 from tests.experiments.conftest import Printed, Rejected, San, image_data
 from tests.pipelines.datasets.test_cifar import packed
 
@@ -78,31 +78,6 @@ def test_check_writes_no_list_if_all_images_of_a_class_are_broken(images: Path, 
     assert f"the existing {images}/val.txt stays in use" in san_data("check", images, "--split", "val")[1]
 
 
-def test_split_writes_the_images_that_training_holds_out(images: Path, printed: Printed, tmp_path: Path) -> None:
-    lists, shards = tmp_path / "lists", tmp_path / "shards"
-    split = ("data", "split", images, "--per-class", "2", "--seed", "3", "--lists", lists)
-    train, val = json.loads(printed(*split, "--json"))
-    assert (train["split"], train["images"], val["split"], val["images"]) == ("train-split", 8, "val-split", 4)
-    printed("data", "pack", images, shards, "--split", "train-split", "--split", "val-split", "--lists", lists)
-    held_out = image_data(images, split="val-split", val_split_per_class=2, val_split_seed=3)
-    from_lists = image_data(images, split="val-split", lists=str(lists))
-    from_shards = image_data(shards, split="val-split", source="shards")
-    for config in (held_out, from_lists, from_shards):
-        opened = open_data(config)
-        assert [part.packed for part in opened] == [config is from_shards] * 2
-        assert data_digest(config) == f"{train['digest']}-{val['digest']}"
-        assert not {opened[0].name_of(i) for i in range(8)} & {opened[1].name_of(i) for i in range(4)}
-    assert [part.paths for part in open_data(held_out)] == [read_list(Path(item["list"]))[0] for item in (train, val)]
-    assert data_digest(image_data(images, split="val-split", val_split_per_class=2)) != data_digest(held_out)
-    assert open_data(image_data(images, split="val-split"))[1] == Dataset.scan(images, "val")  # no lists there
-    assert printed(*split).splitlines()[1] == f"val-split: 4 images, {lists}/val-split.txt, digest {val['digest']}"
-
-
-def test_split_writes_nothing_after_an_error(images: Path, rejected: Rejected) -> None:
-    assert "nowhere" in rejected("data", "split", images / "nowhere", "--lists", images / "lists")
-    assert not (images / "nowhere").exists() and not (images / "lists").exists() and not list(images.glob("*.txt"))
-
-
 def test_shards_have_the_images_of_the_folder(images: Path, san_data: San, printed: Printed, tmp_path: Path) -> None:
     shards = tmp_path / "shards"
     pack = ("data", "pack", images, shards, "--shard-size", "4KiB")
@@ -136,7 +111,6 @@ def test_rejects(images: Path, rejected: Rejected) -> None:
         (["check", "{root}", "--split", "../x"], ["'../x'"]),
         (["check", "{root}", "--lists", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg"]),
         (["check", "{root}", "--lists", "{root}/foreign"], ["val.txt", "--lists"]),
-        (["split", "{root}", "--per-class", "5"], ["5 per class", "dog has 5"]),
         (["pack", "{root}", "{root}/out", "--shard-size", "3 pages"], ["'3 pages'"]),
         (["pack", "{root}", "{root}/val/cat/0.jpg"], ["{root}/val/cat/0.jpg"]),
     ):
@@ -181,7 +155,7 @@ def _read_until(word: bytes, terminal: int) -> bytes:
 
 def test_prepare_writes_the_dataset_that_it_is_asked_for(tmp_path: Path, san_data: San) -> None:
     rows = b"".join(bytes([label]) + bytes(3 * 32 * 32) for label in (0, 1))
-    files = {"data_batch_1.bin": rows, "test_batch.bin": rows, "batches.meta.txt": b"airplane\ncat\n"}
+    files = dict.fromkeys(CIFAR["cifar10"].splits, rows) | {"batches.meta.txt": b"airplane\ncat\n"}
     archive = packed(tmp_path / "official.tar.gz", {f"cifar-10-batches-bin/{name}": content for name, content in files.items()})
     assert san_data("prepare", "cifar10", tmp_path / "cifar", "--from", archive)[0] == 0
     assert Dataset.scan(tmp_path / "cifar", "val").classes == ("airplane", "cat")

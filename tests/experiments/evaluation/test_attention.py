@@ -147,9 +147,9 @@ def test_rejects_other_images(
     (tmp_path / "text.png").write_bytes(b"a text")
     (tmp_path / "cut.png").write_bytes((files / "colours.png").read_bytes()[:200])
     for image, words in (
-        ("none.png", "no such file"),
-        (".", "a folder"),
-        ("/dev/null", "not a regular file"),
+        ("none.png", "cannot read this file (No such file or directory)"),
+        (".", "not a file, but a folder"),
+        ("/dev/null", "not a file, but a folder, a pipe or a device"),
         ("text.png", "not an image in a known format"),
         ("cut.png", "damaged"),
     ):

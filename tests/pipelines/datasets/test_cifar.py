@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
@@ -47,9 +46,9 @@ def packed(path: Path, files: dict[str, bytes]) -> Path:
 
 @pytest.fixture
 def official(tmp_path: Path) -> Path:
-    """CIFAR-10 with 2 classes, 12 training and 6 validation images."""
+    """CIFAR-10 with 2 classes, 30 training and 6 validation images."""
     files = {}
-    for seed, stem in enumerate(("data_batch_1", "data_batch_2", "test_batch")):
+    for seed, stem in enumerate(("test_batch", *(f"data_batch_{number}" for number in range(1, 6)))):
         rows = [bytes([number % 2]) + image.tobytes() for number, image in enumerate(images_of(seed))]
         files[f"cifar-10-batches-bin/{stem}.bin"] = b"".join(rows)
     return packed(tmp_path / "official.tar.gz", files | {"cifar-10-batches-bin/batches.meta.txt": b"airplane\ncat\n\n"})
@@ -57,9 +56,9 @@ def official(tmp_path: Path) -> Path:
 
 def test_official_archive_keeps_pixels_and_classes(official: Path, tmp_path: Path) -> None:
     root = prepare_cifar(tmp_path / "cifar10", "cifar10", official, counting)
-    assert [len(Dataset.scan(root, split)) for split in ("train", "val")] == [12, 6]
+    assert [len(Dataset.scan(root, split)) for split in ("train", "val")] == [30, 6]
     assert Dataset.scan(root, "train").classes == ("airplane", "cat")
-    for number, pixels_CHW in enumerate(images_of(2)):
+    for number, pixels_CHW in enumerate(images_of(0)):
         with Image.open(root / "val" / ("airplane", "cat")[number % 2] / f"test_batch_{number:05d}.png") as image:
             assert np.array_equal(np.asarray(image).transpose(2, 0, 1), pixels_CHW)
 
@@ -70,15 +69,6 @@ def test_cifar100_uses_the_fine_class(tmp_path: Path) -> None:
     archive = packed(tmp_path / "a.tgz", names | {"c/train.bin": content, "c/test.bin": content})
     root = prepare_cifar(tmp_path / "cifar100", "cifar100", archive, counting)
     assert sorted(path.name for path in (root / "val").iterdir()) == ["apple", "bear"]
-
-
-def test_archive_and_folder_of_class_folders(official: Path, tmp_path: Path) -> None:
-    first = prepare_cifar(tmp_path / "first", "cifar10", official, counting)
-    files = {f"x/{path.relative_to(first)}": path.read_bytes() for path in first.rglob("*.png")}
-    second = prepare_cifar(tmp_path / "second", "cifar10", packed(tmp_path / "b.tgz", files), counting)
-    third = prepare_cifar(tmp_path / "third", "cifar10", first, counting)
-    for split in ("train", "val"):
-        assert len({Dataset.scan(root, split).digest() for root in (first, second, third)}) == 1
 
 
 def test_extracted_official_archive(official: Path, tmp_path: Path) -> None:
@@ -92,45 +82,20 @@ def test_extracted_official_archive(official: Path, tmp_path: Path) -> None:
         assert len({Dataset.scan(root, split).digest() for root in roots}) == 1
 
 
-def test_archive_keeps_subfolders_and_links(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    for name in ("train/cat/1.jpg", "train/cat/deep/er/1.jpg", "val/cat/train/2.jpg"):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(name)
-    os.link(folder / "train/cat/1.jpg", folder / "val/cat/same.jpg")  # tar stores a link
-    with tarfile.open(tmp_path / "a.tgz", "w:gz") as tar:
-        tar.add(folder, "x")
-    first, second = (
-        prepare_cifar(tmp_path / name, "cifar10", source, counting)
-        for name, source in (("first", folder), ("second", tmp_path / "a.tgz"))
-    )
-    for split, number in (("train", 2), ("val", 2)):
-        data = Dataset.scan(second, split)
-        assert (len(data), data.digest()) == (number, Dataset.scan(first, split).digest())
-
-
-def test_rejects_an_archive_that_would_write_elsewhere(tmp_path: Path) -> None:
-    archive = packed(tmp_path / "a.tgz", {"train/cat/../../../../x.jpg": b"", "val/cat/1.jpg": b""})
-    with pytest.raises(DataError, match="outside"):
-        prepare_cifar(tmp_path / "data/cifar10", "cifar10", archive, counting)
-
-
 def test_rejects_the_archive_of_the_other_dataset(official: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data_batch_1\.bin .*cifar100"):
+    with pytest.raises(DataError, match=r"binary version of cifar100.* fine_label_names\.txt, test\.bin, train\.bin"):
         prepare_cifar(tmp_path / "cifar100", "cifar100", official, counting)
 
 
-@pytest.mark.parametrize(("suffix", "length"), [("gz", 50_000), ("xz", 50_000), ("", 50_000), ("", 100_864), ("", 101_000)])
-def test_rejects_a_truncated_archive(suffix: str, length: int, tmp_path: Path) -> None:
-    """In an image, and before or in the header of the second one."""
+@pytest.mark.parametrize("suffix", ["gz", "xz", ""])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_rejects_a_truncated_archive(share: float, suffix: str, official: Path, tmp_path: Path) -> None:
     path = tmp_path / f"half.tar.{suffix}"
-    with tarfile.open(path, f"w:{suffix}") as tar:  # type: ignore[call-overload]
-        for number in (1, 2):
-            member = tarfile.TarInfo(f"train/cat/{number}.jpg")
-            member.size = 10**5
-            tar.addfile(member, io.BytesIO(np.random.default_rng(0).bytes(10**5)))
-    path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(DataError, match=r"half\.tar.* cannot read"):
+    with tarfile.open(official) as whole, tarfile.open(path, f"w:{suffix}") as tar:  # type: ignore[call-overload]
+        for member in whole:
+            tar.addfile(member, whole.extractfile(member))
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+    with pytest.raises(DataError, match=r"half\.tar.*(cannot read|not all of it)"):
         prepare_cifar(tmp_path / "cifar10", "cifar10", path, counting)
 
 
@@ -172,12 +137,15 @@ def server(official: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("server")
 def test_broken_download_is_deleted_and_repeated(tmp_path: Path) -> None:
+    """A file of the user with its name stays."""
     folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "archive.tar.gz").write_bytes(b"of the user")
     with pytest.raises(DataError, match="damaged"):
         prepare_cifar(folder / "cifar10", "cifar10", None, counting)
-    assert not list(folder.iterdir())
+    assert [path.name for path in folder.iterdir()] == ["archive.tar.gz"]
     root = prepare_cifar(folder / "cifar10", "cifar10", None, counting)
-    assert len(Dataset.scan(root, "train")) == 12 and [path.name for path in folder.iterdir()] == ["cifar10"]
+    assert len(Dataset.scan(root, "train")) == 30 and {path.name for path in folder.iterdir()} == {"archive.tar.gz", "cifar10"}
 
 
 def test_without_a_connection(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

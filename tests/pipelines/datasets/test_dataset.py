@@ -92,16 +92,6 @@ def test_each_file_counts_once(tmp_path: Path) -> None:
         Dataset.scan(tmp_path, "val")
 
 
-def test_parts_of_a_split_have_no_file_in_common_under_any_path(tmp_path: Path) -> None:
-    put(tmp_path, "train/a/1.jpg", "train/a/2.jpg")
-    (tmp_path / "train/a/loop").symlink_to(".")
-    for split, name in (("train-split", "a/1.jpg"), ("val-split", "a/loop/1.jpg")):
-        write_list(list_path(tmp_path, split), [f"train/{name}"], [1])
-    train, val = (Dataset.open(tmp_path, split) for split in ("train-split", "val-split"))
-    with pytest.raises(DataError, match=r"share 1 image, such as train/a/1\.jpg"):
-        train.require_disjoint(val)
-
-
 def test_subfolders_belong_to_their_class(tmp_path: Path) -> None:
     """In folders, lists and shards alike."""
     put(tmp_path, "train/a/1.jpg", "elsewhere/1.jpg", "train/a/x/y/2.png", "train/a/.hidden/3.jpg", "train/b/z/1.jpg")

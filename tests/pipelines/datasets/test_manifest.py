@@ -81,12 +81,11 @@ def test_rejects_a_broken_link(folder: Path) -> None:
         Dataset.open(folder, "train")
 
 
-@pytest.mark.parametrize(("split", "whose"), [("train", "val"), ("val", "train"), ("val-split", "val"), ("train-split", "val")])
+@pytest.mark.parametrize(("split", "whose"), [("train", "val"), ("val", "train")])
 def test_rejects_the_list_of_another_split(folder: Path, split: str, whose: str) -> None:
     data = Dataset.scan(folder, whose)
     write_list(list_path(folder, split), data.paths, data.sizes)
-    own = "val" if split == "val" else "train"
-    with pytest.raises(DataError, match=rf"{split}\.txt: .*{whose}/.*{own}/"):
+    with pytest.raises(DataError, match=rf"{split}\.txt: .*{whose}/.*{split}/"):
         Dataset.open(folder, split)
 
 
@@ -115,14 +114,6 @@ def test_list_in_the_folder_of_lists_has_priority(folder: Path, tmp_path_factory
     assert Dataset.open(folder, "train") == scanned
     with pytest.raises(DataError, match="/nowhere: no such folder"):
         Dataset.open(folder, "train", lists / "nowhere")
-
-
-def test_list_of_a_part_of_a_folder(folder: Path) -> None:
-    train, val = Dataset.scan(folder, "train").hold_out(1)
-    write_list(list_path(folder, "val-split"), val.paths, val.sizes)
-    opened = Dataset.open(folder, "val-split")
-    assert (opened.paths, opened.labels, opened.digest()) == (val.paths, val.labels, val.digest())
-    assert not set(opened.paths) & set(train.paths)
 
 
 def test_rejects_a_list_of_other_classes(folder: Path) -> None:
