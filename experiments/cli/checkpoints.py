@@ -125,7 +125,7 @@ def evaluate(
 @click.option(
     "--list",
     "listed_in",
-    type=click.File(encoding="utf-8-sig"),
+    type=click.File(encoding="utf-8-sig", errors="surrogateescape"),
     metavar="FILE",
     help="File with one path per line; - for stdin.",
 )

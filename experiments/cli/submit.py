@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from cluster.submit import JobServer
 
 PACKAGES = ("san", "cuda_ext", "pipelines", "experiments", "cluster")
-FILES = ("setup.py", "pyproject.toml", "requirements.txt", "README.md")
 GRID_FOLDER = "job"
 """Folder of the grid in the copy of the project."""
 
@@ -81,8 +80,6 @@ def stage(request: GridRequest, folder: Path) -> int:
     """Copies the packages, the grid, its imports and the profile into a folder; returns its size in bytes."""
     for package in PACKAGES:
         shutil.copytree(PROJECT_DIR / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-    for name in FILES:
-        shutil.copy(PROJECT_DIR / name, folder / name)
     # With the keys of the files that they extend, which are not copied.
     content, profile = read_grid(request.grid), request.profile
     files = [*content.get("imports", ()), *request.imports]

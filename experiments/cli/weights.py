@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from experiments.cli.options import OVERRIDES, RUNS
+from experiments.config.expand import GRIDS_DIR
 from experiments.config.grid import GridRequest
 from experiments.evaluation.evaluate import Evaluation, LoadedModel, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.runner.grid_run import open_grid_run
@@ -18,7 +19,7 @@ from experiments.training.images import open_data
 from pipelines import Dataset
 from san.models import pretrained
 
-GRID, PROFILE = Path(__file__).parents[1] / "grids" / "pretrained.yaml", "cifar10-full"
+GRID, PROFILE = GRIDS_DIR / "pretrained.yaml", "cifar10-full"
 USAGE = """```python
 import san
 

@@ -312,9 +312,7 @@ class _Layers:
     resolve_paths: bool
 
     def values(self, row: Row) -> dict[str, Any]:
-        stopping = self.grid.early_stopping
         layers = (
-            {"recipe": {"patience": stopping.patience}} if stopping and stopping.patience else {},
             self.grid.base.model_dump(),
             row.model_dump(include=set(Layer.model_fields)),
             *(layer for _, layer in self.overrides),
@@ -438,15 +436,11 @@ def _early_stopping_errors(grid: Grid, configs: Mapping[str, TrialConfig]) -> It
     stopping = grid.early_stopping
     if stopping is None:
         return
-    if stopping.patience is None and stopping.grace_epochs is None:
-        yield "early_stopping: does nothing; set patience, grace_epochs, or both"
     if grid.table is not None:
         yield (
             f"early_stopping: cannot be combined with table {grid.table!r}, which compares complete trainings; "
             "leave out `early_stopping` or `table`"
         )
-    if stopping.grace_epochs is None:
-        return
     lengths = {row: config.recipe.epochs for row, config in configs.items()}
     short, long = (pick(lengths, key=lengths.__getitem__) for pick in (min, max))
     if lengths[short] != lengths[long]:

@@ -71,14 +71,10 @@ class Plot(Strict):
 
 
 class EarlyStopping(Strict):
-    """Ends trials early: with `patience`, those that no longer improve; with `grace_epochs`, those whose top-1 is low compared
-    with other trials at the same epoch (asynchronous successive halving)."""
+    """Ends trials whose top-1 is low compared with other trials at the same epoch (asynchronous successive halving)."""
 
-    patience: Count | None = None
-    """`recipe.patience` of all trials that do not set it. A trial that ends so is finished."""
-    grace_epochs: Count | None = None
-    """Number of epochs before the first comparison. Each later comparison follows at `reduction` times as many epochs. Null: no
-    comparison."""
+    grace_epochs: Count
+    """Number of epochs before the first comparison. Each later comparison follows at `reduction` times as many epochs."""
     reduction: Annotated[Whole, Field(ge=2)] = 3
     """About one in `reduction` trials continues after each comparison."""
 

@@ -21,8 +21,8 @@ from experiments.runner.measure import MeasureProgress, MeasureTask, measure_tri
 from experiments.runner.plan import concurrency_in_words, images_in_words, missing_measurements, to_train
 from experiments.runner.progress import Progress, duration, trial_count
 from experiments.runs.claims import Claim, StopRequest, claimed_trials
-from experiments.runs.store import OUTAGE_TIMEOUT, ClaimedError, StorageError, node_lock, retry
-from experiments.runs.summary import read_top1
+from experiments.runs.store import ClaimedError, StorageError, node_lock, retry
+from experiments.runs.summary import SUMMARY, read_top1
 from experiments.tracking import Result, TrackerError
 from experiments.training.device import training_device
 from experiments.training.trainer import Control, ShouldContinue, run_trial
@@ -278,14 +278,14 @@ def _conclude(grid_run: GridRun, verb: str, outcomes: Mapping[str, Outcome], tri
 def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterator[ShouldContinue | None]:
     """Decides which trials continue, if the grid has early stopping. It also knows the results of earlier calls."""
     stopping = grid_run.grid.early_stopping
-    if stopping is None or stopping.grace_epochs is None:
+    if stopping is None:
         yield None
         return
     from cluster.halving import SuccessiveHalving, on_the_head  # imports Ray Tune
 
     before = [trial for trial in grid_run.trials if is_done(grid_run, results, trial)]
     workspace = grid_run.workspace
-    known = {trial.key: read_top1(workspace.store.read(workspace.summary(trial))) for trial in before}
+    known = {trial.key: read_top1(workspace.store.read(f"{workspace.folder(trial)}/{SUMMARY}")) for trial in before}
     settings = stopping.grace_epochs, stopping.reduction, grid_run.trials[0].config.recipe.epochs, known
     with (
         nullcontext(SuccessiveHalving(*settings).should_continue)
@@ -297,7 +297,7 @@ def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterato
 
 def prepare(grid_run: GridRun) -> None:
     """Creates the grid's experiment and parent run in MLflow, if they are missing."""
-    with node_lock(grid_run.workspace.store.folder, "mlflow", OUTAGE_TIMEOUT):  # two grids may be the first in a store
+    with node_lock(grid_run.workspace.store.folder, "mlflow"):  # two grids may be the first in a store
         grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.artifacts)
 
 

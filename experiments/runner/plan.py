@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from cluster import ClusterError, Resources, concurrency, this_machine
 from experiments.config.config import flat
-from experiments.config.grid import LATER_FIELDS, Trial
+from experiments.config.grid import Trial
 from experiments.evaluation.robustness import PROTOCOLS
 from experiments.paper.tables import count, note_on_missing_rows
 from experiments.runner.grid_run import GridRun, check_init, finished_trials, is_done, known_results
@@ -222,7 +222,4 @@ class Estimator:
 
 
 def _setting_of(params: Mapping[str, str]) -> Setting:
-    """Without defaults that earlier runs do not list."""
-    later = {(f"model.{name}", str(value)) for name, value in LATER_FIELDS.items()}
-    chosen = {(key, value) for key, value in params.items() if key.startswith(SECTIONS) or key in FIELDS}
-    return frozenset(chosen - later)
+    return frozenset((key, value) for key, value in params.items() if key.startswith(SECTIONS) or key in FIELDS)

@@ -96,10 +96,7 @@ def claimed_trials(
 
 
 def _parsed(content: bytes | None) -> dict[str, Any]:
-    try:
-        written: dict[str, Any] = json.loads(content or b"{}")
-    except ValueError:  # damaged
-        written = {}
+    written: dict[str, Any] = json.loads(content or b"{}")
     return {"owner": "unknown", "trials": []} | written
 
 

@@ -55,10 +55,7 @@ def _packages() -> dict[str, str]:
 
 def _processor() -> str:
     """Name of the CPU model."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 

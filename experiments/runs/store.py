@@ -113,15 +113,15 @@ def atomic_write(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-def node_lock(folder: Path, name: str, timeout: float = -1) -> FileLock:
-    """A lock among the processes that share a folder; it ends with its process. `timeout` is in seconds; -1 waits forever."""
+def node_lock(folder: Path, name: str) -> FileLock:
+    """A lock among the processes that share a folder; it ends with its process."""
     path = folder / "locks" / f"{name}.lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
         raise UserError(f"{path}: cannot write ({error.strerror}); choose another folder with --runs") from None
-    return FileLock(path, timeout)
+    return FileLock(path)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,10 @@ def is_out_of_patience(history: Sequence[Epoch], patience: int | None) -> bool:
     return history[-1].epoch - best.epoch >= patience
 
 
+SUMMARY = "summary.csv"
+"""Name of the file with the finished epochs of a trial, beside its checkpoints."""
+
+
 def summary_csv(history: Sequence[Epoch]) -> bytes:
     """Content of the file."""
     text = io.StringIO(newline="")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from experiments.config.config import PROJECT_DIR, is_job_copy
+from experiments.config.config import PROJECT_DIR
 from experiments.config.grid import Trial
 from experiments.errors import UserError
 from experiments.runs.store import LocalStore, Store, is_uri
@@ -51,10 +50,6 @@ class Workspace:
         """The folder of a trial's checkpoints on this node."""
         return self.runs / self.folder(trial)
 
-    def summary(self, trial: Trial) -> str:
-        """Name of a trial's `summary.csv` in the store."""
-        return f"{self.folder(trial)}/summary.csv"
-
     def log(self, trial: Trial, node: str | None = None) -> Path:
         """The log of a trial; if nodes do not share a folder, there is one log per node."""
         suffix = "" if self.store.shared else f"-{node or socket.gethostname()}"
@@ -65,22 +60,17 @@ class Workspace:
         return self.store.uri(path.relative_to(self.runs).as_posix())
 
 
-def _open_bucket(address: str) -> Store:
-    from experiments.runs.bucket import S3Store  # imports boto3
-
-    return S3Store.parse(address)
-
-
-STORES: dict[str, Callable[[str], Store]] = {"s3": _open_bucket}
-"""Opens the address of a bucket, by scheme. To support another object store, add a class with the methods of `Store` and a
-row."""
+def is_bucket(address: str) -> bool:
+    """Whether this is the address of a bucket; the only kind is S3's."""
+    return address.startswith("s3://")
 
 
 def default_runs() -> str:
     """`SAN_RUNS`, else `runs/` of the project; a Ray job's copy of that is thrown away, so there it is `~/.san/runs`."""
     if runs := os.environ.get("SAN_RUNS"):
         return runs
-    return str(Path.home() / ".san" / "runs" if is_job_copy() else PROJECT_DIR / "runs")
+    is_copy_of_job = "_ray_pkg_" in PROJECT_DIR.as_posix()
+    return str(Path.home() / ".san" / "runs" if is_copy_of_job else PROJECT_DIR / "runs")
 
 
 def open_store(runs: str | Path | None = None) -> Store:
@@ -92,10 +82,12 @@ def open_store(runs: str | Path | None = None) -> Store:
     runs = runs or default_runs()
     if not is_uri(runs):
         return LocalStore(Path(os.path.expanduser(runs)).resolve())
-    kind = str(runs).partition("://")[0]
-    if kind not in STORES:
+    if not is_bucket(str(runs)):
+        kind = str(runs).partition("://")[0]
         raise UserError(f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix")
-    return STORES[kind](str(runs))
+    from experiments.runs.bucket import S3Store  # imports boto3
+
+    return S3Store.parse(str(runs))
 
 
 def open_workspace(runs: str | Path | None = None) -> Workspace:

@@ -26,7 +26,7 @@ from experiments.errors import UserError
 from experiments.runs.claims import Claim, claim_trial
 from experiments.runs.store import LocalStore, StorageError, Store, is_uri
 from experiments.runs.summary import Epoch, best_of
-from experiments.runs.workspace import STORES, checkpoint_folder, has_runs, open_store, open_workspace
+from experiments.runs.workspace import checkpoint_folder, has_runs, is_bucket, open_store, open_workspace
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import RunningEpoch
 from san.models import checkpoint as model_files
@@ -315,7 +315,7 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
         UserError: there is no such checkpoint, run or model, or MLflow cannot be used.
         StorageError: the bucket cannot be used.
     """
-    if not name or (is_uri(name) and name.partition("://")[0] not in STORES):
+    if not name or (is_uri(name) and not is_bucket(name)):
         shown = f"{name.partition('://')[0]}://..." if name else "''"  # the rest may hold a password
         raise UserError(f"{shown}: not a checkpoint; give {CHECKPOINT}")
     if name in pretrained.included() and not os.path.exists(name):
@@ -334,11 +334,11 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
         return
     opened = open_store(asked)
     file = ""  # the name of what the address names
-    if (content := opened.read(file)) is None:
-        best = best_in(opened)
-        if best is None:
-            raise UserError(f"{opened}: no such file, and no folder with a readable checkpoint of a complete epoch")
-        file, content = best.name, best.as_bytes()
+    content = opened.read(file)
+    if content is None and (best := best_in(opened)) is not None:
+        file, content = best.name, opened.read(best.name)
+    if content is None:
+        raise UserError(f"{opened}: no such file, and no folder with a readable checkpoint of a complete epoch")
     with tempfile.TemporaryDirectory(prefix="san-checkpoint-") as folder:
         path = Path(folder) / (file or urlsplit(asked).path.rpartition("/")[2])
         path.write_bytes(content)

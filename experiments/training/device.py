@@ -23,7 +23,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # options of glibc's mallo
 
 def available_device() -> torch.device:
     """A GPU if torch can use one, else the CPU: for commands that have no `resources.gpus`."""
-    return torch.device("cuda", _local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def training_device(config: TrialConfig) -> torch.device:
@@ -44,7 +44,7 @@ def training_device(config: TrialConfig) -> torch.device:
             f"the CUDA kernels are not available on {os.uname().nodename}: {missing}. Without the kernels, training is several "
             "times slower and needs about four times as much memory; to accept this, set engine.reference_operators=true"
         )
-    return torch.device("cuda", _local_rank())
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def prepare_cpu(threads: int) -> None:
@@ -121,7 +121,3 @@ def _out_of_memory(config: TrialConfig, device: torch.device, is_training: bool)
         f"{config.data.size} pixels at a time (recipe.batch_size={recipe.batch_size}, resources.workers={workers}, "
         f"recipe.grad_accum_steps={recipe.grad_accum_steps}); set one of: {', '.join(remedies)}"
     )
-
-
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -24,9 +24,9 @@ ALIGNMENT = 32
 """Each gradient starts at a multiple of this number of elements, so that kernels can read it 16 bytes at a time."""
 
 
-def join_process_group(device: torch.device) -> tuple[int, int]:
-    """Returns the rank and the number of workers. A single worker creates a process group of its own, without a port or
-    variables that child processes would mistake for theirs; several workers are in one already."""
+def join_process_group(device: torch.device) -> None:
+    """A single worker creates a process group of its own, without a port or variables that child processes would mistake for
+    theirs; several workers are in one already."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # otherwise nccl uses the first GPU for every worker
     if not dist.is_initialized():
@@ -35,7 +35,6 @@ def join_process_group(device: torch.device) -> tuple[int, int]:
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, device_id=on_gpu)
         atexit.register(_leave_process_group)  # NCCL warns if nobody does
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed requires it
-    return dist.get_rank(), dist.get_world_size()
 
 
 def _leave_process_group() -> None:

@@ -25,7 +25,7 @@ from experiments.config.imports import import_sources
 from experiments.errors import UserError
 from experiments.runs.claims import Claim
 from experiments.runs.store import OUTAGE_TIMEOUT, StorageError
-from experiments.runs.summary import CONFUSION, Confusion, Epoch, best_of, is_out_of_patience, summary_csv
+from experiments.runs.summary import CONFUSION, SUMMARY, Confusion, Epoch, best_of, is_out_of_patience, summary_csv
 from experiments.runs.workspace import Workspace
 from experiments.training.augment import Augmentation
 from experiments.training.checkpoint import Checkpoint, Checkpoints, Origin, best_in, file_name
@@ -80,14 +80,14 @@ def run_trial(workspace: Workspace, trial: Trial, report: ReportFn, control: Con
     import_sources(trial.imports)
     device = training_device(config)
     with explain_oom(config, device):
-        rank, _ = join_process_group(device)
+        join_process_group(device)
     with (
-        trial_log(workspace, trial, rank) as log,
+        trial_log(workspace, trial, dist.get_rank()) as log,
         Watchdog(math.inf if control.may_stand_still else config.checkpointing.hang_timeout, log) as watchdog,
         numerics(config.engine, device),
         explain_oom(config, device),
     ):
-        if rank == 0 and control.grid_claim is not None:
+        if dist.get_rank() == 0 and control.grid_claim is not None:
             control.grid_claim.check()
         return Trainer(workspace, trial, report, control, watchdog, device).fit()
 
@@ -289,9 +289,9 @@ class Trainer:
                 self.workspace.store.upload(self.workspace.log(self.trial))
 
     def log(self) -> None:
-        """Writes `summary.csv` and sends the epochs to MLflow."""
+        """Writes the finished epochs to a file and sends the epochs to MLflow."""
         if self.logger is not None:
-            self.checkpoints.write("summary.csv", summary_csv(self.history))
+            self.checkpoints.write(SUMMARY, summary_csv(self.history))
             self.logger.log(self.history)
 
     def finish(self) -> None:

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.cli.run import run
-from experiments.config.expand import expand
 from experiments.config.grid import GridRequest
-from experiments.errors import UserError
 from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, to_train
@@ -85,15 +83,6 @@ def test_only_the_grid_that_stopped_a_trial_leaves_it_so(write_grid: WriteGrid, 
     assert lines["bad"][0] is None and "stopped at epoch 1 of 9" in (lines["bad"][1] or "")
     for other in (open_it(STOPPING, "other.yaml"), open_it("")):
         assert {trial.row for trial, _ in to_train(other, known_results(other))} == {"bad", "fair"}
-
-
-def test_patience_of_a_grid_is_that_of_its_trials(write_grid: WriteGrid, runs: Path) -> None:
-    rows = "rows: [{id: a, recipe: {patience: 2}}, {id: b}]\nbase: {model: {name: resnet26}, recipe: {epochs: 9}}"
-    path = write_grid(f"question: q\nearly_stopping: {{patience: 4}}\n{rows}")
-    configs = expand(GridRequest(path, "digits"), ()).configs
-    assert {row: config.recipe.patience for row, config in configs.items()} == {"a": 2, "b": 4}
-    with pytest.raises(UserError, match="early_stopping: does nothing"):
-        expand(GridRequest(write_grid(f"question: q\nearly_stopping: {{}}\n{rows}"), "digits"), ())
 
 
 def test_grid_stops_the_trials_that_do_not_learn(

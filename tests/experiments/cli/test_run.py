@@ -14,7 +14,7 @@ import san
 from cluster import Node, ReportFn, Resources
 from cluster.errors import LostError
 from experiments.cli.run import run, study
-from experiments.config.config import PROJECT_DIR, flat
+from experiments.config.config import PROJECT_DIR
 from experiments.config.expand import GRIDS_DIR, expand, grid_path
 from experiments.config.grid import GridRequest, Trial
 from experiments.errors import UserError
@@ -28,7 +28,7 @@ from experiments.runner.progress import duration
 from experiments.runs import store
 from experiments.runs.claims import claimed_trials
 from experiments.runs.workspace import Workspace
-from experiments.tracking import Result, TrackerError
+from experiments.tracking import TrackerError
 from experiments.tracking.tracker import Tracker
 from san.models.registry import VARIANTS
 from tests.experiments.conftest import OpenGrid, San, WriteGrid
@@ -232,13 +232,6 @@ def test_plan_of_trials_that_do_not_fit_fails(open_text: OpenGrid) -> None:
     grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}", "g", "resources.cpus=100000")
     lines, can_run = plan_in_words(grid_run, plan(grid_run), None)
     assert not can_run and any("cannot run here" in line for line in lines)
-
-
-def test_runs_from_before_a_new_field_count_for_estimates(open_text: OpenGrid) -> None:
-    (trial,) = open_text("{question: q, rows: [{id: trial, model: {name: san10_pairwise}}]}").trials
-    params = {key: str(value) for key, value in flat(trial.record).items() if key != "model.hidden_reduction"}
-    older = Result("run", True, {"summary/images_per_second": 100.0, "summary/training_hours": 1.0}, params=params)
-    assert not Estimator([older]).hours(trial, 1000, 0).is_rough
 
 
 def finish_at_speed(grid_run: GridRun, images_per_second: float, hours: float = 1.0) -> None:

@@ -25,7 +25,7 @@ def test_uploads_only_the_packages_and_the_grid(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "copy").mkdir()
     (tmp_path / ODD_NAME).write_text(GRID)
     size = submit.stage(GridRequest(tmp_path / ODD_NAME), tmp_path / "copy")
-    assert {path.name for path in (tmp_path / "copy").iterdir()} == {*submit.PACKAGES, *submit.FILES, "job"}
+    assert {path.name for path in (tmp_path / "copy").iterdir()} == {*submit.PACKAGES, "job"}
     assert yaml.safe_load((tmp_path / "copy" / "job" / ODD_NAME).read_text()) == yaml.safe_load(GRID)
     junk = [
         path for path in (tmp_path / "copy").rglob("*") if path.name.startswith(".") or path.suffix in (".pyc", ".so", ".jpg")

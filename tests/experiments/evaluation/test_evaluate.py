@@ -319,9 +319,9 @@ def test_names_of_classes_travel_with_every_copy(trained: Trained, photos: Path,
 
 def test_says_what_is_no_file(tmp_path: Path, run_san: San) -> None:
     os.mkfifo(tmp_path / "pipe.jpg")
-    (tmp_path / "list.txt").write_bytes(b"none.jpg\r\n\r\n")
+    (tmp_path / "list.txt").write_bytes(b"caf\xe9.jpg\r\n\r\n")
     code, out, _ = run_san("predict", "san10_patchwise_cifar10", tmp_path / "pipe.jpg", "--list", tmp_path / "list.txt")
-    assert (code, out) == (1, f"{tmp_path}/pipe.jpg: not a file, but a pipe or a device\nnone.jpg: no such file\n")
+    assert (code, out) == (1, f"{tmp_path}/pipe.jpg: not a file, but a pipe or a device\ncaf\\udce9.jpg: no such file\n")
 
 
 def test_table_is_complete_or_called_part(
