@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from cluster.session import start_ray
-from tests.cluster.test_supervision import MARK, marked
+from tests.cluster.processes import MARK, marked
 from tests.experiments.drivers import clean_environment, wait_until
 
 RAY = Path(sys.executable).parent / "ray"

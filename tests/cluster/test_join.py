@@ -11,7 +11,7 @@ import pytest
 from cluster import Node, Resources
 from experiments.config.config import PROJECT_DIR
 from tests.cluster.heads import ray_head
-from tests.cluster.test_supervision import kill_ray
+from tests.cluster.processes import kill_ray
 from tests.experiments.drivers import PATIENCE, clean_environment
 
 JOIN = """

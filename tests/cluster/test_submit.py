@@ -23,8 +23,8 @@ from cluster.submit import JobServer
 from experiments.config.config import PROJECT_DIR
 from experiments.runs.provenance import git_commit
 from tests.cluster.heads import ray_head
+from tests.cluster.processes import MARK, marked, wait_until_gone
 from tests.cluster.test_join import JOIN, run_script
-from tests.cluster.test_supervision import MARK, marked, wait_until_gone
 from tests.experiments.cli.test_submit import GRID, ODD_NAME
 from tests.experiments.drivers import LEFT_OUT, PATIENCE, clean_environment
 

@@ -99,3 +99,12 @@ def full_disk() -> Iterator[None]:
 
 def without_times(history: Iterable[Epoch]) -> list[tuple[float, ...]]:
     return [astuple(replace(epoch, images_per_second=0.0, wait_share=0.0, ended=0)) for epoch in history]
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now

@@ -30,7 +30,7 @@ import torch
 from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.checkpoint import Checkpoint
-from tests.cluster.test_supervision import AGENTS, MARK, kill_ray, marked
+from tests.cluster.processes import AGENTS, MARK, kill_ray, marked
 from tests.experiments.drivers import Driver
 from tests.experiments.samples import runs_of
 from tests.experiments.servers import Server

@@ -33,7 +33,7 @@ from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.runs.workspace import open_store
 from experiments.training.checkpoint import DAMAGE, Checkpoint
-from tests.cluster.test_supervision import AGENTS, MARK, marked
+from tests.cluster.processes import AGENTS, MARK, marked
 from tests.experiments.drivers import Driver
 from tests.experiments.samples import runs_of
 from tests.experiments.servers import ObjectStore, Server

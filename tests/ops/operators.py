@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from san.ops import reference
+from tests.ops.cases import cotangents
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ OPERATORS = [
 
 def cotangent(out: Tensor) -> Tensor:
     """Returns a fixed random gradient of an output."""
-    return torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(out)
+    return cotangents((out,))[0]
 
 
 def gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], *rest: int) -> list[Tensor]:

@@ -27,7 +27,7 @@ from san.nn.position import POSITIONS
 from san.ops import library
 from san.ops.functional import fuses
 from tests.nn.kinds import randomize, randomize_vectors
-from tests.ops import cases
+from tests.ops import cases, operators
 from tests.ops.cases import KINDS
 
 RELATIONS = ("subtraction", "summation", "concatenation", "hadamard")
@@ -37,12 +37,7 @@ every_kind = pytest.mark.parametrize("kind", ALL_KINDS)
 every_mapping = pytest.mark.parametrize("kind", KINDS)
 """The kinds with a gamma."""
 every_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
-    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-    "sliced": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
-}
+LAYOUTS = {"contiguous": lambda x: x} | {name: operators.LAYOUTS[name] for name in ("channels_last", "transposed", "sliced")}
 
 
 @dataclass(frozen=True)

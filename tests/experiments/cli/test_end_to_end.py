@@ -23,7 +23,7 @@ from experiments.runner.plan import missing_measurements
 from experiments.runs.workspace import Workspace
 from experiments.training import trainer
 from experiments.training.trainer import run_trial
-from tests.cluster.test_supervision import AGENTS, MARK, kill_ray, wait_until_gone
+from tests.cluster.processes import AGENTS, MARK, kill_ray, wait_until_gone
 from tests.experiments.conftest import SMALL_GRID, OpenGrid, WriteGrid
 from tests.experiments.drivers import Driver, wait_until
 from tests.experiments.samples import logged_epochs, runs_of

@@ -13,20 +13,12 @@ import pytest
 from cluster import Outcome
 from experiments.runner import progress as progress_module
 from experiments.runner.progress import Progress, counting, duration
+from tests.experiments.samples import Clock
 
 NAMES = {"a": "pairwise_3", "b": "resnet26_3"}
 EPOCHS = {"a": 4, "b": 4}
 SPEED = {"train/images_per_second": 812.0, "train/wait_share": 0.03}
 SAID = "loss 1.500, 812 images/s, waiting 3 %"
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def inside(epoch: int, step: int) -> dict[str, float]:

@@ -17,8 +17,7 @@ from experiments.training.reporter import Throttle, Watchdog
 from experiments.training.trainer import run_trial
 from tests.experiments.conftest import OpenGrid, Place
 from tests.experiments.drivers import PATIENCE
-from tests.experiments.runner.test_progress import Clock
-from tests.experiments.samples import without_times
+from tests.experiments.samples import Clock, without_times
 
 
 def test_short_epochs_are_reported_only_at_their_end() -> None:
