@@ -326,6 +326,8 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(1)
+    except ModuleNotFoundError:  # explained by `experiments.__main__`
+        raise
     except OSError as error:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise

@@ -107,7 +107,7 @@ class Grid(Strict):
     """Plot of the results. Null: top-1 against the first numeric key of `product` by which no two rows are at one point, or one
     mark per row if there is none."""
     early_stopping: EarlyStopping | None = None
-    """Early stopping of weak trials. Null: off. Of its keys, only `patience` is part of a trial's key, as `recipe.patience`."""
+    """Early stopping of weak trials. Null: off. Not part of a trial's key."""
     robustness: ProtocolName | None = None
     """Protocol to measure on each trained trial; the table then shows the results of the protocol instead of accuracy."""
 

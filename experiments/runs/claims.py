@@ -96,7 +96,10 @@ def claimed_trials(
 
 
 def _parsed(content: bytes | None) -> dict[str, Any]:
-    written: dict[str, Any] = json.loads(content or b"{}")
+    try:
+        written: dict[str, Any] = json.loads(content or b"{}")
+    except ValueError:  # the rest of an interrupted write
+        written = {}
     return {"owner": "unknown", "trials": []} | written
 
 

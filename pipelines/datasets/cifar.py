@@ -8,12 +8,11 @@ import hashlib
 import lzma
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import IO
 
 import numpy as np
 import torch
@@ -95,37 +94,40 @@ def _downloaded(archive: Archive, folder: Path) -> Path:
     return path
 
 
-@contextmanager
-def _files_in(source: Path) -> Iterator[Iterator[tuple[str, IO[bytes]]]]:
-    """The names of all files in a folder or an archive, and what opens them."""
+def _read(source: Path, names: Collection[str]) -> dict[str, bytes]:
+    """The files with these names anywhere in a folder or an archive."""
     if source.is_dir():
-        yield ((path.name, path.open("rb")) for path in sorted(source.rglob("*")) if path.is_file())
-        return
+        return {path.name: path.read_bytes() for path in source.rglob("*") if path.name in names and path.is_file()}
+    found = {}
     try:
         with tarfile.open(source) as tar:
-            members = ((PurePosixPath(member.name).name, tar.extractfile(member)) for member in tar)
-            yield ((name, file) for name, file in members if file is not None)
+            for member in tar:
+                name = PurePosixPath(member.name).name
+                if name in names and (file := tar.extractfile(member)) is not None:
+                    found[name] = file.read()
     except (EOFError, KeyError, tarfile.TarError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
         raise DataError(
             f"{source}: cannot read this archive ({error}); expected a tar file; download it again, or give another one"
         ) from None
+    return found
 
 
 def _write(source: Path, root: Path, name: str, count: Callable[[int], None]) -> None:
-    archive, found = CIFAR[name], dict[str, bytes]()
+    archive, size = CIFAR[name], CIFAR[name].label_bytes + PIXELS
     expected = {*archive.splits, archive.classes}
-    with _files_in(source) as files:
-        for file, opened in files:
-            with opened:
-                if file in expected:
-                    found[file] = opened.read()
-    size = archive.label_bytes + PIXELS
+    found = _read(source, expected)
     if lacking := sorted(expected - found.keys()):
-        raise DataError(f"{source}: not the binary version of {name}, or not all of it: it has no {', '.join(lacking)}")
-    if odd := [file for file in archive.splits if len(found[file]) % size]:
-        raise DataError(f"{source}: {odd[0]} is not from the binary version of {name}, or cut off; give that archive")
-    classes = found[archive.classes].decode().split()
+        raise DataError(
+            f"{source}: not the binary version of {name}, or not all of it: it has no {', '.join(lacking)}; give the official "
+            "archive, or use a folder with train/CLASS and val/CLASS as it is, with data.root=FOLDER"
+        )
+    classes = found[archive.classes].decode(errors="replace").split()
     for file, split in archive.splits.items():
+        labels = np.frombuffer(found[file], np.uint8)[archive.label_bytes - 1 :: size]
+        if not found[file] or len(found[file]) % size or labels.max() >= len(classes):
+            raise DataError(
+                f"{source}: {file} or {archive.classes} is damaged or from another version; give the official archive"
+            )
         rows = np.frombuffer(found[file], np.uint8).reshape(-1, size)
         count(_write_images(rows, root / split, file.removesuffix(".bin"), classes))
 

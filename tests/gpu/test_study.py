@@ -6,6 +6,7 @@ import argparse
 import itertools
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from experiments.errors import UserError
 from experiments.evaluation.robustness import ROBUSTNESS_METRICS
 from experiments.tracking.results_file import ResultsFile
 from experiments.training.checkpoint import Checkpoint
+from san.models.registry import VARIANTS
 from tests.gpu.study import main, missing
 
 GRID = """
@@ -74,6 +76,7 @@ def test_refuses_a_mistyped_row(images: Path) -> None:
 
 
 @pytest.mark.slow
+@patch.dict(VARIANTS)
 def test_missing_trials_are_appended_and_continue(
     tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import subprocess
@@ -114,7 +115,8 @@ def compiled() -> Iterator[dict[str, Future[Path]]]:
             command += ["-Werror", "all-warnings", "-Xptxas", "-v"]
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr[-3000:]
-            log.write_text(done.stderr)
+            log.with_suffix(".partial").write_text(done.stderr)
+            log.with_suffix(".partial").rename(log)
         return log
 
     with (
@@ -126,7 +128,10 @@ def compiled() -> Iterator[dict[str, Future[Path]]]:
         folder = build.cache_folder() / f"nvcc-{build.digest()}-{toolchain.name()}"
         folder.mkdir(parents=True, exist_ok=True)
         longest_first = sorted(CUDA_SOURCES, key=lambda source: -source.stat().st_size)
-        yield {source.name: pool.submit(compile, source, folder) for source in longest_first}
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield {source.name: pool.submit(compile, source, folder) for source in longest_first}
+            pool.shutdown()
 
 
 @pytest.mark.slow
