@@ -99,6 +99,18 @@ def test_rejects_a_truncated_archive(share: float, suffix: str, official: Path, 
         prepare_cifar(tmp_path / "cifar10", "cifar10", path, counting)
 
 
+@pytest.mark.parametrize(
+    ("file", "content"), [("batches.meta.txt", b""), ("data_batch_2.bin", b""), ("test_batch.bin", b"\xff" * 3073)]
+)
+def test_rejects_damaged_files(file: str, content: bytes, official: Path, tmp_path: Path) -> None:
+    (tmp_path / "extracted").mkdir()
+    subprocess.run(["tar", "-xf", official, "-C", tmp_path / "extracted"], check=True)
+    (tmp_path / "extracted/cifar-10-batches-bin" / file).write_bytes(content)
+    with pytest.raises(DataError, match=r"\.bin or batches\.meta\.txt is damaged"):
+        prepare_cifar(tmp_path / "cifar10", "cifar10", tmp_path / "extracted", counting)
+    assert not (tmp_path / "cifar10").exists()
+
+
 @pytest.mark.parametrize("content", [b"no archive", None], ids=["damaged", "other content"])
 def test_rejects_other_archives(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "wrong.tar.gz"
