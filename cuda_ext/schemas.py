@@ -68,16 +68,16 @@ attend_pairs(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor s
 attend_pairs_backward(Tensor grad, Tensor y, Tensor softmax, Tensor center, Tensor around, Tensor norm, Tensor weight1,
     Tensor shift2, Tensor weight2, Tensor beta, int kernel_size, int products, bool tf32) -> (Tensor, Tensor, Tensor, Tensor,
     Tensor, Tensor, Tensor)
-# The same on GPUs with the second norm inside, by the statistics of the batch: h = weight1 a1, and the softmax of
-# weight2 relu((h - mean) / sqrt(var + eps) * norm_weight + norm_bias), all of them float32; only beta may be a half type
+# The same on GPUs for differences only, with the second norm inside, by the statistics of the batch: h = weight1 a1, and the
+# softmax of weight2 relu((h - mean) / sqrt(var + eps) * norm_weight + norm_bias), all float32; only beta may be a half type
 # -> y; mean and biased variance of h over all pairs, [E] each; softmax; mean [d] and covariance [d, d] of a1
 attend_pairs_of_batch(Tensor center, Tensor around, Tensor norm, Tensor weight1, Tensor norm_weight, Tensor norm_bias,
-    Tensor weight2, Tensor beta, int kernel_size, int products, bool tf32, float eps) -> (Tensor, Tensor mean, Tensor var,
+    Tensor weight2, Tensor beta, int kernel_size, bool tf32, float eps) -> (Tensor, Tensor mean, Tensor var,
     Tensor softmax, Tensor input_mean, Tensor covariance)
 # -> gradients of center, around, norm, weight1, norm_weight, norm_bias, weight2, beta
 attend_pairs_of_batch_backward(Tensor grad, Tensor y, Tensor softmax, Tensor input_mean, Tensor covariance, Tensor center,
     Tensor around, Tensor norm, Tensor weight1, Tensor norm_weight, Tensor norm_bias, Tensor weight2, Tensor beta,
-    int kernel_size, int products, bool tf32, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+    int kernel_size, bool tf32, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 
 # Patches: the K values of `around` [N, H, W, R] in the footprint and the pixel's own `center` [N, H, W, C], C = R or 0. Columns
 # of norm [3, columns] and weight [E, columns]: center's channels, then channel c at position o in column C + c * K + o

@@ -40,9 +40,7 @@ Tensor forward(const Problem<T>& problem) {
   Tensor y = torch::stable::empty_like(problem.beta);
   T* out = y.template mutable_data_ptr<T>();
   const Footprint& f = problem.p.footprint;
-  const int64_t tasks = 2 * torch::stable::get_num_threads();
-  const std::vector<Band> bands =
-      bands_of(problem.N, f, std::clamp<int64_t>(problem.N * f.height / tasks, 1, band_rows(problem.p, 1)));
+  const std::vector<Band> bands = bands_alone(problem.N, f, band_rows(problem.p, 1));
   for_each_task<T>(bands.size(), aggregation_kernels<T>(f).scratch(problem.p, most_rows(bands), false),
                    [&](int64_t task, T* scratch) {
                      const int64_t n = bands[task].image;

@@ -63,8 +63,7 @@ template <class T, class Scratch, class Weigh>
 Tensor attend(const Values<T>& x, const Scratch& scratch_of, const Weigh& weigh) {
   const Footprint& f = x.p.footprint;
   const AggregationKernels<T>& kernels = aggregation_kernels<T>(f);
-  const int64_t tasks = 2 * torch::stable::get_num_threads();
-  const std::vector<Band> bands = bands_of(x.N, f, std::clamp<int64_t>(x.N * f.height / tasks, 1, x.band_rows(1)));
+  const std::vector<Band> bands = bands_alone(x.N, f, x.band_rows(1));
   const int64_t rows = most_rows(bands), size = x.weights_size(rows);
   const int64_t scratch_size = std::max(scratch_of(rows), kernels.scratch(x.p, rows, false));
   Tensor y = torch::stable::empty_like(x.beta);

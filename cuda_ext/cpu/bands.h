@@ -97,9 +97,9 @@ inline std::vector<Band> bands_apart(int64_t images, const Footprint& f) {
   return bands_of(images, f, std::max(kBandRows, f.kernel_size));
 }
 // Bands for results that depend on no other band: about two for each thread, so that all threads have work.
-inline std::vector<Band> bands_alone(int64_t images, const Footprint& f) {
+inline std::vector<Band> bands_alone(int64_t images, const Footprint& f, int64_t most_rows = kBandRows) {
   const int64_t tasks = 2 * torch::stable::get_num_threads();
-  return bands_of(images, f, std::clamp<int64_t>(images * f.height / tasks, 1, kBandRows));
+  return bands_of(images, f, std::clamp<int64_t>(images * f.height / tasks, 1, most_rows));
 }
 
 inline int64_t most_rows(const std::vector<Band>& bands) {

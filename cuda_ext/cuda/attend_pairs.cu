@@ -457,14 +457,13 @@ class FoldedNorm : public Workspace {
 };
 
 Footprint check_batch(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight1,
-                      const Tensor& norm_weight, const Tensor& norm_bias, const Tensor& weight2, int64_t kernel_size,
-                      int64_t products) {
-  const Footprint f = check_pairs(center, around, norm, kernel_size, products);
+                      const Tensor& norm_weight, const Tensor& norm_bias, const Tensor& weight2, int64_t kernel_size) {
+  const Footprint f = check_pairs(center, around, norm, kernel_size, 0);
   check_same(weight1, center, "weight1 and center"), check_same(norm_weight, norm_bias, "norm_weight and norm_bias");
   STD_TORCH_CHECK(norm_weight.dim() == 1 && norm_weight.numel() == norm_bias.numel(),
                   "norm_weight and norm_bias must be vectors of one length");
   check_pair_layers(center, weight1, norm_bias, weight2);
-  check_supported(center, products, weight1.size(0) > 0);
+  check_supported(center, 0, weight1.size(0) > 0);
   return f;
 }
 
@@ -472,9 +471,8 @@ using OfBatch = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 OfBatch attend_pairs_of_batch(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight1,
                               const Tensor& norm_weight, const Tensor& norm_bias, const Tensor& weight2,
-                              const Tensor& beta, int64_t kernel_size, int64_t products, bool tf32, double eps) {
-  const Footprint f =
-      check_batch(center, around, norm, weight1, norm_weight, norm_bias, weight2, kernel_size, products);
+                              const Tensor& beta, int64_t kernel_size, bool tf32, double eps) {
+  const Footprint f = check_batch(center, around, norm, weight1, norm_weight, norm_bias, weight2, kernel_size);
   check_values({&beta}, center, weight2.size(0));
   const OperatorGuard guard("attend_pairs_of_batch", center);
   const int64_t d = center.size(3), E = weight1.size(0), G = weight2.size(0);
@@ -500,9 +498,8 @@ OfBatchBackward attend_pairs_of_batch_backward(const Tensor& grad, const Tensor&
                                                const Tensor& around, const Tensor& norm, const Tensor& weight1,
                                                const Tensor& norm_weight, const Tensor& norm_bias,
                                                const Tensor& weight2, const Tensor& beta, int64_t kernel_size,
-                                               int64_t products, bool tf32, double eps) {
-  const Footprint f =
-      check_batch(center, around, norm, weight1, norm_weight, norm_bias, weight2, kernel_size, products);
+                                               bool tf32, double eps) {
+  const Footprint f = check_batch(center, around, norm, weight1, norm_weight, norm_bias, weight2, kernel_size);
   check_values({&beta, &grad, &y}, center, weight2.size(0)), check_softmax(softmax, center, weight2.size(0));
   const int64_t d = center.size(3), E = weight1.size(0);
   check_statistics({&input_mean}, center, {d}), check_statistics({&covariance}, center, {d, d});

@@ -10,7 +10,6 @@
 #include <memory>
 #include <vector>
 
-#if defined(__x86_64__)
 // Stores the callee-saved registers and the stack pointer of the running fiber in *from and continues `to`. ucontext
 // would make a system call for each switch, which is six times slower.
 extern "C" void san_shim_switch(void** from, void* to);
@@ -36,16 +35,12 @@ san_shim_switch:
   ret
 .size san_shim_switch, .-san_shim_switch
 )");
-#else
-#include <ucontext.h>
-#endif
 
 namespace san::shim {
 
 constexpr int kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;
 
-#if defined(__x86_64__)
 class Context {
  public:
   // Makes the first switch to this context call `entry`, which must never return.
@@ -61,20 +56,6 @@ class Context {
  private:
   void* pointer_ = nullptr;
 };
-#else
-class Context {
- public:
-  void prepare(char* stack, void (*entry)()) {
-    getcontext(&context_);
-    context_.uc_stack.ss_sp = stack, context_.uc_stack.ss_size = kStackBytes, context_.uc_link = nullptr;
-    makecontext(&context_, entry, 0);
-  }
-  void switch_to(Context& next) { swapcontext(&context_, &next.context_); }
-
- private:
-  ucontext_t context_;
-};
-#endif
 
 enum class State { kReady, kAtWarpBarrier, kAtBlockBarrier, kDone };
 

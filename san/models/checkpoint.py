@@ -1,7 +1,7 @@
 """Files of weights. Reading one never runs code from the file; writing replaces a file completely or not at all.
 
 `save_checkpoint` writes a dict: `name` of the variant, `overrides` (the fields in which the model differs from that variant),
-`num_classes`, `in_channels` (3 if it is missing), `state_dict`, and `pretrained_cfg` if the model has it.
+`num_classes`, `in_channels`, `state_dict`, and `pretrained_cfg` if the model has it.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def trained_on(model: BaseModel) -> dict[str, Any]:
 
 def is_checkpoint(content: Mapping[str, Any]) -> bool:
     """Whether `content` was written by `save_checkpoint`."""
-    return {"name", "overrides", "num_classes", "state_dict"} <= content.keys()
+    return {"name", "overrides", "num_classes", "in_channels", "state_dict"} <= content.keys()
 
 
 def load_checkpoint(path: str | Path) -> BaseModel:
@@ -191,7 +191,7 @@ def load_checkpoint(path: str | Path) -> BaseModel:
     if not is_checkpoint(content) or not is_state(content["state_dict"]):
         hint = "`san convert` makes such a file from a trial's checkpoint; load_released_checkpoint reads the authors' files"
         raise CheckpointError(f"{path}: not written by save_checkpoint or `san convert`; {hint}")
-    sizes = content["num_classes"], content.get("in_channels", 3)
+    sizes = content["num_classes"], content["in_channels"]
     model = restore(path, content["name"], content["overrides"], *sizes, content["state_dict"])
     if "pretrained_cfg" in content:
         model.pretrained_cfg = content["pretrained_cfg"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from san.models.checkpoint import (
 from san.models.registry import VARIANTS, model_spec
 from san.models.san import PairwiseSpec, PatchwiseSpec
 
-# Our name and the authors' name, used in both directions; the first match counts. The authors number stages from 0.
+# Our name and the authors' name; the first match counts. The authors number stages from 0.
 RENAMES = (
     ("stem.{rest}", "conv_in.{rest}"),
     ("stem_norm.{rest}", "bn_in.{rest}"),
@@ -49,40 +49,20 @@ SIZES = ("name", "depths", "widths", "num_stages", "width_mult", "footprint")
 PREFIX = "module."  # DistributedDataParallel's
 
 
-def _renamed(key: str, rows: Iterable[tuple[str, str]], stage_offset: int) -> str | None:
-    for source, target in rows:
-        pattern = source
-        for part, expression in PARTS.items():
-            pattern = pattern.replace(part, expression)
-        match = re.fullmatch(pattern, key)
-        if match:
-            stage = int(match.groupdict().get("stage", 0)) + stage_offset
-            return target.format(**match.groupdict() | {"stage": stage})
-    return None
-
-
 def released_key(key: str) -> str:
     """The authors' name for a key of our state dicts.
 
     Raises:
         ValueError: SAN models have no such key.
     """
-    theirs = _renamed(key, RENAMES, stage_offset=-1)
-    if theirs is None:
-        raise ValueError(f"{key!r} is not a parameter of a SAN model")
-    return theirs
-
-
-def from_released_key(key: str) -> str:
-    """Our name for a key of the authors' state dicts, the inverse of `released_key`.
-
-    Raises:
-        ValueError: the authors' network has no such key.
-    """
-    ours = _renamed(key, ((theirs, ours) for ours, theirs in RENAMES), stage_offset=1)
-    if ours is None:
-        raise ValueError(f"{key!r} is not a parameter of the authors' network")
-    return ours
+    for ours, theirs in RENAMES:
+        pattern = ours
+        for part, expression in PARTS.items():
+            pattern = pattern.replace(part, expression)
+        if match := re.fullmatch(pattern, key):
+            parts = match.groupdict()
+            return theirs.format(**parts | {"stage": int(parts.get("stage", 1)) - 1})
+    raise ValueError(f"{key!r} is not a parameter of a SAN model")
 
 
 def _check_form(spec: ModelSpec) -> None:
@@ -110,15 +90,6 @@ def released_state_dict(model: BaseModel) -> dict[str, Tensor]:
         other = f"{model.spec.name} with in_channels={model.in_channels}"
         raise CheckpointError(f"{other} cannot be converted to the authors' format, which requires in_channels=3")
     return {released_key(key): value for key, value in model.state_dict().items()}
-
-
-def from_released_state_dict(released: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of the authors with our names, the inverse of `released_state_dict`.
-
-    Raises:
-        ValueError: the authors' network has no such key.
-    """
-    return {from_released_key(key): value for key, value in released.items()}
 
 
 def save_released_checkpoint(model: BaseModel, path: str | Path) -> None:
@@ -153,10 +124,11 @@ def load_released_checkpoint(path: str | Path, /, name: str | None = None, **ove
     spec = model_spec(name, _detect_footprint(state) | overrides)
     _check_form(spec)
     num_classes = next((len(state[key]) for key in ("fc.bias", "fc.weight") if key in state and state[key].dim()), 1000)
-    expected = {released_key(key): value for key, value in on_meta(spec, num_classes).items()}
-    check_fit(path, f"{name} with {num_classes} classes", expected, state)
+    ours = on_meta(spec, num_classes)
+    names = {released_key(key): key for key in ours}
+    check_fit(path, f"{name} with {num_classes} classes", {theirs: ours[key] for theirs, key in names.items()}, state)
     model = spec.build(num_classes)
-    model.load_state_dict(from_released_state_dict(state))
+    model.load_state_dict({names[key]: value for key, value in state.items()})
     return model.eval()
 
 

@@ -38,10 +38,6 @@ class PairMaps(NamedTuple):
     around: Tensor
     products: int = 0
 
-    def dense(self, dtype: torch.dtype) -> PairMaps:
-        """The same in float32 or float64, at least as wide as `dtype`, and not as slices, which each operator would copy."""
-        return PairMaps(_dense(self.center, dtype), _dense(self.around, dtype), self.products)
-
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
@@ -133,7 +129,8 @@ class Gamma(nn.Sequential):
         Raises:
             ValueError: a norm needs batch statistics, but there is only one value per channel.
         """
-        maps, dtype = maps.dense(beta_NMHW.dtype), beta_NMHW.dtype
+        dtype = beta_NMHW.dtype
+        maps = PairMaps(_dense(maps.center, dtype), _dense(maps.around, dtype), maps.products)
         norm2 = self[3] if len(self) == 6 else None
         if isinstance(norm2, nn.BatchNorm2d) and uses_batch(norm2) and fuses("attend_pairs_of_batch", maps.center):
             return self._attend_pairs_of_batch(maps, norm2, beta_NMHW, kernel_size)
@@ -144,14 +141,14 @@ class Gamma(nn.Sequential):
 
     def _attend_pairs_of_batch(self, maps: PairMaps, norm2: nn.BatchNorm2d, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
         """The same on GPUs if the second norm uses the statistics of the batch."""
-        (center, around, products), values = maps, _values(maps, kernel_size)
+        values = _values(maps, kernel_size)
         require_several(values)
         norm, linear, last = self._first_norm(maps, kernel_size), self[2], self[5]
         assert isinstance(linear, nn.Conv2d) and isinstance(last, nn.Conv2d)
         weight1, weight2 = (_matrix(layer).to(norm.dtype) for layer in (linear, last))
         weight, bias = (x.to(norm.dtype) for x in weight_and_bias(norm2, norm.dtype, norm.device))
         y_NMHW, mean, var = kernels.attend_pairs_of_batch(
-            center, around, norm, weight1, weight, bias, weight2, beta_NMHW, kernel_size, products, norm2.eps
+            maps.center, maps.around, norm, weight1, weight, bias, weight2, beta_NMHW, kernel_size, norm2.eps
         )
         track(norm2, mean if linear.bias is None else mean + linear.bias, var, values)
         return y_NMHW

@@ -310,7 +310,10 @@ def _with_norm(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> tuple[T
     dtype = conv.weight.dtype
 
     def folded() -> tuple[Tensor, Tensor]:
-        mean, scale, shift = affine_of(norm, 0, torch.promote_types(dtype, torch.float32), no_statistics)
+        assert norm.running_mean is not None and norm.running_var is not None
+        wide = torch.promote_types(dtype, torch.float32)
+        mean, var = norm.running_mean.to(wide), norm.running_var.to(wide)
+        mean, scale, shift = kernels.norm_affine(mean, var, *weight_and_bias(norm, wide, mean.device), norm.eps)
         bias = -mean if conv.bias is None else conv.bias - mean
         return (conv.weight * scale[:, None, None, None]).to(dtype), torch.addcmul(shift, bias, scale).to(dtype)
 
@@ -351,8 +354,3 @@ def _with_norm_of_batch(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -
     x_NHWd = (x_NHWc @ to_grey_cd).to(W_Cc.dtype)
     weight_Cd = torch.cat([W_Cc.double().sum(1, keepdim=True), W_Cc], 1) * scale_C[:, None]
     return x_NHWd.permute(0, 3, 1, 2), weight_Cd.to(W_Cc.dtype), shift_C.to(W_Cc.dtype)
-
-
-def no_statistics() -> tuple[Tensor, Tensor]:
-    """For norms that use running statistics."""
-    raise AssertionError("the norm uses running statistics")

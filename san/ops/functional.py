@@ -59,7 +59,7 @@ def unfold(x_NCHW: Tensor, kernel_size: int) -> Tensor:
     """
     _check_map(x_NCHW, "x")
     check_footprint(kernel_size, *x_NCHW.shape[2:])
-    if _kernels_run(x_NCHW):
+    if _kernels_chosen(x_NCHW.device.type):
         return torch.ops.san.unfold(x_NCHW, kernel_size)
     return reference.unfold(x_NCHW, kernel_size)
 
@@ -72,7 +72,7 @@ def subtraction(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:
         ValueError: shapes, dtypes or devices differ, or the footprint does not fit the map.
     """
     _check_pair(phi_NRHW, psi_NRHW, kernel_size)
-    if _kernels_run(phi_NRHW):
+    if _kernels_chosen(phi_NRHW.device.type):
         return torch.ops.san.subtraction(phi_NRHW, psi_NRHW, kernel_size)
     return reference.subtraction(phi_NRHW, psi_NRHW, kernel_size)
 
@@ -103,7 +103,7 @@ def dot(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int, groups: int = 1) -
         raise ValueError(
             f"the number of channels of phi ({phi_NRHW.shape[1]}) must be a positive multiple of groups ({groups})"
         )
-    if _kernels_run(phi_NRHW):
+    if _kernels_chosen(phi_NRHW.device.type):
         return torch.ops.san.dot(phi_NRHW, psi_NRHW, kernel_size, groups)
     return reference.dot(phi_NRHW, psi_NRHW, kernel_size, groups)
 
@@ -129,7 +129,7 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
         raise ValueError(
             f"the number of channels of beta ({C}) must be a positive multiple of the weight channels ({shape[1]})"
         )
-    aggregate = torch.ops.san.aggregation if _kernels_run(beta_NCHW) else reference.aggregation
+    aggregate = torch.ops.san.aggregation if _kernels_chosen(beta_NCHW.device.type) else reference.aggregation
     y_NCHW: Tensor = aggregate(beta_NCHW, weight_NGKP, kernel_size)
     if _is_transformed():  # vmap knows no memory formats
         return y_NCHW
@@ -170,14 +170,10 @@ def _check_alike(a: Tensor, b: Tensor, a_name: str, b_name: str) -> None:
         )
 
 
-def _kernels_run(x: Tensor) -> bool:
-    """Chooses between kernels and reference, for all operators."""
-    return _kernels_chosen(x.device.type)
-
-
 @library.constant
 def _kernels_chosen(device: str) -> bool:
-    """A compiled graph keeps the choice that was made while tracing. Exported and traced graphs must also run without `san`."""
+    """Chooses between kernels and reference, for all operators. A compiled graph keeps the choice that was made while tracing.
+    Exported and traced graphs must also run without `san`."""
     if torch.compiler.is_exporting() or torch._C._is_tracing() or _backend.get() == "reference" or _is_transformed():
         return False
     return library.runs_on(device)

@@ -88,10 +88,9 @@ def attend_pairs_of_batch(
     weight2_GE: Tensor,
     beta_NMHW: Tensor,
     kernel_size: int,
-    products: int,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_pairs` with a BatchNorm between weight1 and the ReLU, by the statistics of the batch; on GPUs only.
+    """`attend_pairs` of differences, with a BatchNorm of the batch between weight1 and the ReLU; on GPUs only.
 
     Returns the weighted sum, and the mean and biased variance of weight1 a1 over all pairs, [E] each. Only beta may be a half
     type.
@@ -99,9 +98,7 @@ def attend_pairs_of_batch(
     maps = _maps(center_NdHW, around_NdHW, kernel_size)
     layers = norm_3d, weight1_Ed, norm_weight_E, norm_bias_E, weight2_GE
     beta_NHWM = beta_NMHW.permute(0, 2, 3, 1)
-    y_NHWM, mean, var, *_ = torch.ops.san.attend_pairs_of_batch(
-        *maps, *layers, beta_NHWM, kernel_size, products, _may_use_tf32(), eps
-    )
+    y_NHWM, mean, var, *_ = torch.ops.san.attend_pairs_of_batch(*maps, *layers, beta_NHWM, kernel_size, _may_use_tf32(), eps)
     return _in_format_of(beta_NMHW, y_NHWM), mean, var
 
 

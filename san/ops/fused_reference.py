@@ -100,16 +100,15 @@ def attend_pairs_of_batch(
     weight2_GE: Tensor,
     beta_NHWM: Tensor,
     kernel_size: int,
-    products: int,
     tf32: bool,
     eps: float,
 ) -> Tensor:
     """`attend_pairs` with a BatchNorm between its layers, by the statistics of the batch, [N, H, W, M]."""
-    mean_d, covariance_dd = pair_covariance(center_NHWd, around_NHWd, norm_3d, kernel_size, products)
+    mean_d, covariance_dd = pair_covariance(center_NHWd, around_NHWd, norm_3d, kernel_size, 0)
     mean_E, var_E = weight1_Ed @ mean_d, (weight1_Ed @ covariance_dd * weight1_Ed).sum(1)
     mean_E, scale_E, shift_E = norm_affine(mean_E, var_E, norm_weight_E, norm_bias_E, eps)
     layers = norm_3d, scale_E[:, None] * weight1_Ed, shift_E - scale_E * mean_E, weight2_GE
-    return attend_pairs(center_NHWd, around_NHWd, *layers, beta_NHWM, kernel_size, products)
+    return attend_pairs(center_NHWd, around_NHWd, *layers, beta_NHWM, kernel_size, 0)
 
 
 def patches(center_NHWC: Tensor, around_NHWR: Tensor, kernel_size: int) -> Tensor:

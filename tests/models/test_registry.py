@@ -77,7 +77,7 @@ def test_evaluation_follows_weights_written_through_data(name: str) -> None:
 
 @every_kind
 def test_folded_copy_gives_the_same_results(name: str) -> None:
-    """With float64 weights, too, for which values are kept separately; in copies of it; and with gradients of images."""
+    """With float64 weights, too, for which other values are kept; in copies; for other sizes; with gradients of images."""
     model = san.create_model(name, 10, **SMALL)
     for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
         nn.init.uniform_(norm.running_var, 0.5, 2)  # type: ignore[arg-type]
@@ -95,6 +95,9 @@ def test_folded_copy_gives_the_same_results(name: str) -> None:
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
             gradients = (torch.autograd.grad(y.square().sum(), images, retain_graph=True)[0] for y in (logits, expected))
             torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+        for size in ((24, 32), (32, 24), (24, 32)):
+            images = torch.randn(1, 3, *size, dtype=dtype)
+            torch.testing.assert_close(folded(images), model(images), rtol=1e-4, atol=1e-4)
 
 
 def test_folded_copy_is_frozen() -> None:

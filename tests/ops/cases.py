@@ -123,8 +123,9 @@ def sample(operator: str, sizes: Sizes = Sizes(), dtype: torch.dtype = torch.flo
 
 def rest(operator: str, sizes: Sizes, tf32: bool = False) -> tuple[Any, ...]:
     """Returns the arguments that follow the tensors."""
-    products = (sizes.products,) if "pair" in operator else ()
-    eps = (1e-5,) if operator == "attend_pairs_of_batch" else ()
+    is_of_batch = operator == "attend_pairs_of_batch"
+    products = (sizes.products,) if "pair" in operator and not is_of_batch else ()
+    eps = (1e-5,) if is_of_batch else ()
     return (sizes.footprint, *products, *((tf32,) if operator in PRODUCTS else ()), *eps)
 
 

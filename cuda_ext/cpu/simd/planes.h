@@ -76,13 +76,13 @@ SAN_INLINE void from_planes(const T* planes, int64_t pitch, int64_t channels, in
   from_planes<add>(planes, pitch, channels, pixels, map, channels);
 }
 
-// The first `count` lanes of x, and `rest` in the others.
+// The first `count` lanes of x, and 0 in the others.
 template <class T>
-SAN_INLINE Vector<T> first_lanes(Vector<T> x, int64_t count, T rest = 0) {
+SAN_INLINE Vector<T> first_lanes(Vector<T> x, int64_t count) {
   Vector<T> lanes{};
 #pragma GCC unroll 16
   for (int lane = 0; lane < kLanes<T>; ++lane) lanes[lane] = static_cast<T>(lane);
-  return lanes < broadcast(static_cast<T>(count)) ? x : broadcast(rest);
+  return lanes < broadcast(static_cast<T>(count)) ? x : Vector<T>{};
 }
 
 // The sums of each of a block's rows.
