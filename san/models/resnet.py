@@ -126,7 +126,7 @@ class ResNet(BaseModel):
     def features(self, x_NCHW: Tensor) -> tuple[Tensor, ...]:
         """The map of the first convolution and of each stage."""
         check_map(x_NCHW, self.conv1, "the input")
-        if fuses("norm_relu", x_NCHW) and not x_NCHW.is_cuda:  # its fastest layout
+        if fuses(x_NCHW) and not x_NCHW.is_cuda:  # its fastest layout
             x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
         maps = [conv_norm_relu(self.conv1, self.bn1, self.relu, x_NCHW)]
         x_NCHW = self.maxpool(maps[0])

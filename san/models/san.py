@@ -138,7 +138,7 @@ class SAN(BaseModel):
         if not is_traced(x_NCHW) and not torch.compiler.is_compiling():
             self.spec.check_input(*x_NCHW.shape[2:])
         specialize(x_NCHW)
-        is_fused = fuses("attend_pairs", x_NCHW)  # the kernels work on channels-last maps
+        is_fused = fuses(x_NCHW)  # the kernels work on channels-last maps
         if is_fused:
             x_NCHW = x_NCHW.contiguous(memory_format=torch.channels_last)
         is_pooled = self._pools_before_relu(x_NCHW)

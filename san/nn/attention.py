@@ -274,7 +274,7 @@ class ScalarAttention(SelfAttention):
 
     def _fuses(self, beta_NMHW: Tensor) -> bool:
         """Whether `attend_dot` can run: on GPUs, heads have at most 64 channels, and maps are not float64."""
-        if not fuses("attend_dot", beta_NMHW):
+        if not fuses(beta_NMHW):
             return False
         most = max(self.relation_channels, self.value_channels) // self.weight_channels
         return not beta_NMHW.is_cuda or (most <= 64 and beta_NMHW.dtype != torch.float64)

@@ -90,7 +90,7 @@ class Gamma(nn.Sequential):
         """Whether `attend_pairs` can replace the layers and the aggregation; on GPUs, for LRL of float32 differences with few
         channels."""
         layers, x, last = len(self), maps.center, self[-1]
-        if not fuses("attend_pairs", x) or layers not in (3, 6) or not self._is_plain(layers) or x.numel() == 0:
+        if not fuses(x) or layers not in (3, 6) or not self._is_plain(layers) or x.numel() == 0:
             return False
         assert isinstance(last, nn.Conv2d)
         norm = self[0]  # has the channels of the position, too, which the maps still lack
@@ -100,14 +100,14 @@ class Gamma(nn.Sequential):
 
     def fuses_patches(self, x_NRHW: Tensor) -> bool:
         """Whether `patch_weights` can replace the first norm, ReLU and Linear."""
-        if not fuses("patch_linear", x_NRHW) or not self._is_plain(3) or len(self) % 3 or x_NRHW.numel() == 0:
+        if not fuses(x_NRHW) or not self._is_plain(3) or len(self) % 3 or x_NRHW.numel() == 0:
             return False
         return not (x_NRHW.is_cuda and x_NRHW.dtype == torch.float64)
 
     def fuses_patch_values(self, beta_NMHW: Tensor, kernel_size: int) -> bool:
         """Whether `attend_patches` can replace the last Linear layer and the aggregation."""
         last = self[-1]
-        if not fuses("attend_patches", beta_NMHW) or not self._is_plain(len(self)) or not isinstance(last, nn.Conv2d):
+        if not fuses(beta_NMHW) or not self._is_plain(len(self)) or not isinstance(last, nn.Conv2d):
             return False
         if len(self) == 3 or last.bias is None:  # the only layer is part of `patch_linear`
             return False
@@ -132,7 +132,7 @@ class Gamma(nn.Sequential):
         dtype = beta_NMHW.dtype
         maps = PairMaps(_dense(maps.center, dtype), _dense(maps.around, dtype), maps.products)
         norm2 = self[3] if len(self) == 6 else None
-        if isinstance(norm2, nn.BatchNorm2d) and uses_batch(norm2) and fuses("attend_pairs_of_batch", maps.center):
+        if isinstance(norm2, nn.BatchNorm2d) and uses_batch(norm2) and _has_norm_inside(maps.center):
             return self._attend_pairs_of_batch(maps, norm2, beta_NMHW, kernel_size)
         values = beta_NMHW if beta_NMHW.is_cuda else beta_NMHW.to(maps.center.dtype)
         norm, weight1, shift2, weight2 = self._pair_mapping(maps, kernel_size, values.dtype)
@@ -274,6 +274,11 @@ def _matrix(linear: nn.Conv2d) -> Tensor:
     if linear.bias is not None and linear.bias.requires_grad and torch.is_grad_enabled():
         return weight.add(linear.bias[:, None], alpha=0)
     return weight
+
+
+def _has_norm_inside(x: Tensor) -> bool:
+    """Whether `attend_pairs_of_batch` runs on maps like `x`: only GPUs have it."""
+    return fuses(x) and x.is_cuda
 
 
 def _dense(x_NCHW: Tensor, dtype: torch.dtype) -> Tensor:

@@ -117,7 +117,7 @@ def _adds_gradients(x_NCHW: Tensor) -> bool:
 
 
 def _fuses_norm_relu(norm: nn.BatchNorm2d, act: nn.Module, x_NCHW: Tensor) -> bool:
-    if not fuses("norm_relu", x_NCHW) or not is_plain(norm, nn.BatchNorm2d) or not is_plain(act, nn.ReLU):
+    if not fuses(x_NCHW) or not is_plain(norm, nn.BatchNorm2d) or not is_plain(act, nn.ReLU):
         return False
     if not _is_fused_map(x_NCHW):
         return False
@@ -207,7 +207,7 @@ def _runs_as_product(conv: nn.Conv2d, x_NCHW: Tensor) -> bool:
 
 def _computes_products(x_NCHW: Tensor) -> bool:
     """Whether convolutions may be replaced. In evaluation on a CPU, torch's are best."""
-    return not is_traced(x_NCHW) and (x_NCHW.is_cuda or torch.is_grad_enabled()) and fuses("norm_affine", x_NCHW)
+    return not is_traced(x_NCHW) and (x_NCHW.is_cuda or torch.is_grad_enabled()) and fuses(x_NCHW)
 
 
 def _prefers_product(x_NCHW: Tensor) -> bool:
@@ -278,11 +278,11 @@ def max_pool(x_NCHW: Tensor) -> Tensor:
 
 
 def _fuses_max_pool(x_NCHW: Tensor) -> bool:
-    return fuses("max_pool", x_NCHW) and _is_fused_map(x_NCHW) and min(x_NCHW.shape[2:]) > 1
+    return fuses(x_NCHW) and _is_fused_map(x_NCHW) and min(x_NCHW.shape[2:]) > 1
 
 
 def _fuses_stem(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
-    if not fuses("stem", x_NCHW) or not _folds(conv, norm, x_NCHW) or x_NCHW.requires_grad:
+    if not fuses(x_NCHW) or not _folds(conv, norm, x_NCHW) or x_NCHW.requires_grad:
         return False
     is_stem = is_pointwise(conv) and conv.in_channels <= MOST_IMAGE_CHANNELS and min(x_NCHW.shape[2:]) > 1
     is_single = x_NCHW.dtype == conv.weight.dtype == torch.float32
@@ -290,7 +290,7 @@ def _fuses_stem(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
 
 
 def _folds(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
-    if not fuses("norm_affine", x_NCHW) or not is_plain(conv, nn.Conv2d) or not is_plain(norm, nn.BatchNorm2d):
+    if not fuses(x_NCHW) or not is_plain(conv, nn.Conv2d) or not is_plain(norm, nn.BatchNorm2d):
         return False
     device = x_NCHW.device.type
     is_autocast = torch.is_autocast_enabled(device)

@@ -136,14 +136,14 @@ def aggregation(beta_NCHW: Tensor, weight_NGKP: Tensor, kernel_size: int) -> Ten
     return y_NCHW.contiguous(memory_format=torch.channels_last) if library.is_channels_last(beta_NCHW) else y_NCHW
 
 
-def fuses(operator: str, x: Tensor) -> bool:
-    """Whether a fused operator (`san.ops.fused`, by its name in torch.ops.san) runs on maps like `x`."""
-    return not is_traced(x) and _fusion_chosen(operator, x.device.type)
+def fuses(x: Tensor) -> bool:
+    """Whether fused operators (`san.ops.fused`) run on maps like `x`."""
+    return not is_traced(x) and _fusion_chosen(x.device.type)
 
 
 @library.constant
-def _fusion_chosen(operator: str, device: str) -> bool:
-    return _backend.get() == "auto" and device != "meta" and _kernels_chosen(device) and library.has(operator, device)
+def _fusion_chosen(device: str) -> bool:
+    return _backend.get() == "auto" and device != "meta" and _kernels_chosen(device)
 
 
 def _check_map(x: Tensor, name: str) -> None:

@@ -19,7 +19,6 @@ from san.ops.footprint import check_footprint
 
 def norm_affine(mean_c: Tensor, var_c: Tensor, weight_c: Tensor, bias_c: Tensor, eps: float) -> Tensor:
     """Rows mean, scale and shift, [3, c], of a BatchNorm as (x - mean) * scale + shift."""
-    _load()
     return torch.ops.san.norm_affine(mean_c, var_c, weight_c, bias_c, eps)
 
 
@@ -30,7 +29,6 @@ def track_statistics(
 
     `var_c` is the biased variance of `values` values per channel; the running variance is corrected by n / (n - 1).
     """
-    _load()
     torch.ops.san.track_statistics(running_mean, running_var, batches, mean_c, var_c, values, momentum)
     torch.autograd.graph.increment_version((running_mean, running_var, batches))  # autograd detects the change
 
@@ -125,7 +123,6 @@ def attend_patches(hidden_NEHW: Tensor, weight: Tensor, bias: Tensor, beta_NMHW:
     weight [G * K, E], bias [G * K].
     """
     check_footprint(kernel_size, *beta_NMHW.shape[2:])
-    _load()
     hidden_NHWE, beta_NHWM = hidden_NEHW.permute(0, 2, 3, 1), beta_NMHW.permute(0, 2, 3, 1)
     y_NHWM = torch.ops.san.attend_patches(hidden_NHWE, weight, bias, beta_NHWM, kernel_size, _may_use_tf32())
     return _in_format_of(beta_NMHW, y_NHWM)
@@ -138,7 +135,6 @@ def attend_dot(phi_NRHW: Tensor, psi_NRHW: Tensor, scores: Tensor, beta_NMHW: Te
     [N, G, 2 k, P] has those of the footprint's k rows, then those of its columns.
     """
     check_footprint(kernel_size, *beta_NMHW.shape[2:])
-    _load()
     phi_NHWR, psi_NHWR, beta_NHWM = (x.permute(0, 2, 3, 1) for x in (phi_NRHW, psi_NRHW, beta_NMHW))
     y_NHWM, _ = torch.ops.san.attend_dot(phi_NHWR, psi_NHWR, scores, beta_NHWM, kernel_size)
     return _in_format_of(beta_NMHW, y_NHWM)
@@ -157,7 +153,6 @@ def norm_relu(
 
     Without `mean` and `var`, the statistics are those of x. Maps are float32, on a GPU also bfloat16.
     """
-    _load()
     x_NHWC, vectors = x_NCHW.permute(0, 2, 3, 1).contiguous(), (weight_C, bias_C, mean_C, var_C, eps)
     if residual_NCHW is None:
         y_NHWC, mean, var = torch.ops.san.norm_relu(x_NHWC, *vectors)
@@ -170,7 +165,6 @@ def norm_relu_branch(
     x_NCHW: Tensor, weight_C: Tensor, bias_C: Tensor, mean_C: Tensor | None, var_C: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x itself and the results of `norm_relu`. The gradient of the returned x is added where that of the norm is computed."""
-    _load()
     x_NHWC = x_NCHW.permute(0, 2, 3, 1).contiguous()
     vectors = weight_C, bias_C, mean_C, var_C, eps
     x_NHWC, y_NHWC, mean, var = library.NormReluBranch.apply(x_NHWC, *vectors)  # type: ignore[no-untyped-call]
@@ -179,7 +173,6 @@ def norm_relu_branch(
 
 def max_pool(x_NCHW: Tensor) -> Tensor:
     """2x2 max pooling of a channels-last map, [N, C, H / 2, W / 2]. The map is float32, on a GPU also bfloat16."""
-    _load()
     y_NHWC, _ = torch.ops.san.max_pool(x_NCHW.permute(0, 2, 3, 1).contiguous())
     y_NCHW: Tensor = y_NHWC.permute(0, 3, 1, 2)
     return y_NCHW
@@ -190,7 +183,6 @@ def stem(weight_Cc: Tensor, bias_C: Tensor, x_NcHW: Tensor, half: bool = False) 
 
     There are no gradients of the images: if they are wanted, the backward pass raises RuntimeError.
     """
-    _load()
     y_NHWC, _ = torch.ops.san.stem(weight_Cc, bias_C, x_NcHW.permute(0, 2, 3, 1).contiguous(), half)
     y_NCHW: Tensor = y_NHWC.permute(0, 3, 1, 2)
     return y_NCHW
@@ -199,7 +191,6 @@ def stem(weight_Cc: Tensor, bias_C: Tensor, x_NcHW: Tensor, half: bool = False) 
 def _maps(center_NCHW: Tensor, around_NCHW: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
     """The maps as [N, H, W, C]; a map that is channels-last already is not copied."""
     check_footprint(kernel_size, *around_NCHW.shape[2:])
-    _load()
     return center_NCHW.permute(0, 2, 3, 1).contiguous(), around_NCHW.permute(0, 2, 3, 1).contiguous()
 
 
@@ -207,11 +198,6 @@ def _in_format_of(beta_NMHW: Tensor, y_NHWM: Tensor) -> Tensor:
     """y as [N, M, H, W], channels-last if beta is, otherwise contiguous."""
     y_NMHW = y_NHWM.permute(0, 3, 1, 2)
     return y_NMHW if library.is_channels_last(beta_NMHW) else y_NMHW.contiguous()
-
-
-@library.constant
-def _load() -> bool:
-    return library.load()
 
 
 @library.constant

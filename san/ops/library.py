@@ -34,15 +34,6 @@ def constant(function: F) -> F:
     return function
 
 
-@functools.cache
-def load() -> bool:
-    """Loads the kernels once per process; returns whether the CPU kernels work.
-
-    The operators always work on the meta device, so that parameters and FLOPs can be counted.
-    """
-    return "cpu" not in load_kernels()
-
-
 def missing(device: str) -> str | None:
     """Why the kernels do not run on device type `cpu` or `cuda`, as a clause without a period; None if they do."""
     needed = divmod(int(CUDA_ARCHITECTURES[0]), 10)
@@ -76,11 +67,6 @@ def runs_on(device: str) -> bool:
         where = "the CPU" if device == "cpu" else "the GPU"
         warnings.warn(f"san falls back to its slower reference operators on {where}: {reason}", stacklevel=2)
     return reason is None
-
-
-def has(name: str, device: str) -> bool:
-    """Whether the loaded kernels include an operator for a device type."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"san::{name}", device.upper())
 
 
 Arguments = tuple[Any, ...]

@@ -250,7 +250,7 @@ def test_warns_and_uses_the_reference_without_a_compiler(tmp_path: Path) -> None
 
 
 def test_finds_cached_kernels_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert library.load()
+    assert library.missing("cpu") is None
     monkeypatch.setenv("CXX", "none")
     found = build.libraries()
     assert all(isinstance(found[part], Path) for part in ("cpu", "resample")), found

@@ -116,7 +116,7 @@ def test_fuses_again_after_a_transform() -> None:
     chosen: list[bool] = []
 
     def choose(x: Tensor) -> Tensor:
-        chosen.append(fuses("attend_pairs", x))
+        chosen.append(fuses(x))
         return x.sum()
 
     choose(x)
