@@ -1,5 +1,5 @@
 // Checks of the arguments before a kernel accesses memory. Before unfused operators, the functions of
-// san/ops/functional.py check first, with more helpful messages; for fused ones, these are the only checks.
+// san/ops/functional.py check first, with more helpful messages; before fused ones, only the footprint is checked.
 #pragma once
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
 _KEPT = "_san_kept"
+MOST_KEPT = 16
+"""Values of a layer. Others, for more sizes of images, are computed at each call. None is dropped, because a CUDA graph may read
+it."""
 
 
 def fold(model: M) -> M:
@@ -24,28 +27,28 @@ def fold(model: M) -> M:
     """
     folded = copy.deepcopy(model).eval().requires_grad_(False)
     for layer in folded.modules():
-        layer.__dict__[_KEPT] = None, ()
+        layer.__dict__[_KEPT] = {}
     folded.train = functools.partial(_only_evaluates, folded)  # type: ignore[assignment]
     folded.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
     return folded
 
 
 def kept(layer: nn.Module, like: Tensor, options: Hashable, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """compute(), which depends only on the weights of the layer and on the options. A layer of a folded copy keeps the last
-    value, for the type and device of `like` and the options: those for each size of images would fill the memory."""
-    last: tuple[Hashable, tuple[Tensor, ...]] | None = layer.__dict__.get(_KEPT)
-    if last is None or torch.compiler.is_compiling():
+    """compute(), which depends only on the weights of the layer and on the options. A folded copy keeps the value for each type
+    and device of `like`, up to a number."""
+    values: dict[Hashable, tuple[Tensor, ...]] | None = layer.__dict__.get(_KEPT)
+    if values is None or torch.compiler.is_compiling():
         return compute()
     key = like.device, like.dtype, options
-    if last[0] == key:
-        return last[1]
-    if like.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph owns the memory of what it computes
-        return compute()
-    with torch.inference_mode(False), torch.no_grad():
-        value = compute()
-    if all(type(x) is Tensor for x in value):  # no fake ones
-        layer.__dict__[_KEPT] = key, value
-    return value
+    if key not in values:
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():  # the graph owns the memory of what it computes
+            return compute()
+        with torch.inference_mode(False), torch.no_grad():
+            value = compute()
+        if len(values) >= MOST_KEPT or not all(type(x) is Tensor for x in value):  # fake ones
+            return value
+        values[key] = value
+    return values[key]
 
 
 def _only_evaluates(model: nn.Module, mode: bool = True) -> nn.Module:

@@ -141,6 +141,7 @@ class Gamma(nn.Sequential):
 
     def _attend_pairs_of_batch(self, maps: PairMaps, norm2: nn.BatchNorm2d, beta_NMHW: Tensor, kernel_size: int) -> Tensor:
         """The same on GPUs if the second norm uses the statistics of the batch."""
+        assert maps.products == 0, "the operator has differences only"
         values = _values(maps, kernel_size)
         require_several(values)
         norm, linear, last = self._first_norm(maps, kernel_size), self[2], self[5]

@@ -5,7 +5,8 @@ Except for `attend_pairs_of_batch`, they contain no BatchNorm, but take its affi
 computed with `pair_statistics`, `pair_covariance` and `patch_statistics`. Maps are [N, C, H, W] and best channels-last. Other
 shapes: `cuda_ext/schemas.py`; formulas: docs/explanation/operators.md.
 
-Internal: they do not check their inputs or the chosen backend. `functional.fuses` decides whether `san.nn` calls them.
+Internal: of their inputs, they check only the footprint. `functional.fuses` loads the kernels and decides whether `san.nn`
+calls them.
 """
 
 from __future__ import annotations

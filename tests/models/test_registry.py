@@ -22,6 +22,7 @@ from san.models import model_spec
 from san.models.base import BaseModel
 from san.models.registry import VARIANTS
 from san.models.san import PairwiseSpec, PatchwiseSpec, SANSpec, ScalarSpec
+from san.nn.folding import MOST_KEPT
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"num_stages": 2, "width_mult": 0.5}
@@ -94,9 +95,10 @@ def test_folded_copy_gives_the_same_results(name: str) -> None:
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
             gradients = (torch.autograd.grad(y.square().sum(), images, retain_graph=True)[0] for y in (logits, expected))
             torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
-        for size in ((24, 32), (32, 24), (24, 32)):
-            images = torch.randn(1, 3, *size, dtype=dtype)
-            torch.testing.assert_close(folded(images), model(images), rtol=1e-4, atol=1e-4)
+    for size in range(20, 20 + 2 * MOST_KEPT):
+        images = torch.randn(1, 3, size, 24, dtype=dtype)
+        torch.testing.assert_close(folded(images), model(images), rtol=1e-4, atol=1e-4)
+    assert max(len(layer.__dict__["_san_kept"]) for layer in folded.modules()) <= MOST_KEPT
 
 
 def test_folded_copy_is_frozen() -> None:

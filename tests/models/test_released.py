@@ -203,6 +203,7 @@ OURS: dict[str, tuple[dict[str, object], str]] = {
     "no fields": ({"overrides": 3}, "cannot be built"),
     "other classes": ({"num_classes": 4}, "2 of the wrong shape: fc.weight"),
     "no weights": ({"state_dict": {}}, "save_checkpoint"),
+    "no channels": ({"in_channels": None}, "not written by save_checkpoint"),
     "the authors' file": ({"name": None}, "load_released_checkpoint"),
 }
 
