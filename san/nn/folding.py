@@ -13,7 +13,7 @@ from torch import Tensor, nn
 M = TypeVar("M", bound=nn.Module)
 _KEPT = "_san_kept"
 MOST_KEPT = 16
-"""Values of a layer. Others, for more sizes of images, are computed at each call. None is dropped, because a CUDA graph may read
+"""Values of a layer. Others, for more sizes of images, are computed at each call. None is dropped: a CUDA graph may read
 it."""
 
 

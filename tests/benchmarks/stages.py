@@ -71,28 +71,6 @@ class Core:
         once = K * (d_to_E + E_to_G + M) if pairwise else d_to_E + E_to_G + K * M
         return pixels * once * (3 if training else 1)
 
-    def instructions(self, training: bool) -> int:
-        """Returns the fewest instructions of warps: three times as many in training, like FLOPs.
-
-        A warp computes 16 pairs of pixels at a time, with products of tensor cores in steps of 16 x 8 x 16. For 16 pairs and 8
-        channels, it subtracts or scales 4 times, converts twice and loads once. A logit takes 3 instructions; a weighted value
-        takes one and a quarter of a load, which serves two positions. In scalar attention, each lane computes a head of a
-        pixel, with a product and a quarter of a load for each channel of a key or a value.
-        """
-        pixels, K = self.batch * self.side**2, self.footprint**2
-        if isinstance(self.attention, ScalarAttention):
-            channels, heads = self.attention.relation_channels + self.attention.value_channels, self.attention.weight_channels
-            return pixels * K * (channels * 5 // 4 + 8 * heads) // 32 * (3 if training else 1)
-        first = self.attention.gamma.get_parameter("2.weight")
-        d, E, G = (-(-width // 8) for width in (first.shape[1], len(first), self.attention.weight_channels))
-        values = self.attention.value_channels // 2 * 5 // 4
-        if isinstance(self.attention, PairwiseAttention):
-            a_pair = 7 * d + E * (-(-d // 2) + 2) + G * (-(-E // 2) + 12) + values
-        else:
-            R = -(-self.attention.relation_channels // 8)
-            a_pair = (7 + E) * R + G * -(-E // 2) + values
-        return pixels * K // 16 * a_pair * (3 if training else 1)
-
     def bytes(self, training: bool) -> int:
         """Returns the minimum traffic: each map and, in training, its gradient is read or written once."""
         maps = sum(m.numel() for m in (self.phi, self.psi, self.beta, self.beta))

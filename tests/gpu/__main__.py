@@ -2,8 +2,8 @@
 
 Parts: correctness (kernels, modules, models), cores (attention alone), models (training and evaluation of networks), kernels
 (a profile of attention), network (a profile of a training step), tune (attention kernels with other sizes of blocks), loader
-(images from files), training (CUDA graphs against eager steps, a whole trial against a plain loop) and system (`san`
-commands). All but the last three need only torch, numpy and nvcc; CUDA graphs also need pydantic and DeepSpeed. Results go to
+(images from files), training (CUDA graphs against eager steps) and system (`san` commands). All but the last three need only
+torch, numpy, pytest and nvcc; CUDA graphs also need pydantic and DeepSpeed. Results go to
 DIR/results.jsonl, one line per case, and logs to DIR/logs. `python -m tests.gpu.report DIR/results.jsonl` prints tables.
 
 Each case runs in its own process with a time limit, because one illegal access ruins the CUDA context of a process. A process

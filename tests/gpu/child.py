@@ -9,7 +9,6 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from tests.gpu.case import Case, Row, Settings, SkipCase
 
@@ -56,5 +55,4 @@ def run(case: Case, settings: Settings, write: Callable[[Row], None]) -> Row:
 if __name__ == "__main__":
     from tests.gpu.cases import all_cases
 
-    sys.path.insert(0, str(Path.cwd()))
     main(all_cases)

@@ -64,6 +64,8 @@ def limits(settings: Settings) -> Iterator[Row]:
         str(Path(settings.work, "launches.jsonl")),
     ]
     done = subprocess.run([*command, *case], capture_output=True, text=True)
+    if re.search("ERR_NVGPUCTRPERM|LibraryNotLoaded", done.stdout + done.stderr):
+        raise SkipCase("the counters cannot be read on this machine")
     if done.returncode or not table.exists():
         raise RuntimeError(f"ncu failed: {(done.stderr or done.stdout)[-1000:]}")
     yield from by_kernel(table.read_text(errors="replace").splitlines())
@@ -95,4 +97,4 @@ def by_kernel(lines: Iterable[str]) -> Iterator[Row]:
         }
 
 
-ALL = [Case("tune", "launches", launches, 90), Case("tune", "limits", limits, 23, 240)]
+ALL = [Case("tune", "launches", launches, 90), Case("tune", "limits", limits, 71, 240)]

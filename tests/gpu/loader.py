@@ -19,7 +19,7 @@ from tests.gpu.timing import spread
 if TYPE_CHECKING:
     from pipelines import Loader
 
-THREADS = (4, 16)
+MOST_THREADS = 16
 CLASSES = 10
 Epoch = Callable[[int], Iterator[torch.Tensor]]
 """The batches of an epoch."""
@@ -47,23 +47,25 @@ def photographs(settings: Settings) -> Path:
     return root
 
 
-def contenders(mode: str, batch: int, settings: Settings) -> dict[tuple[str, int], Epoch]:
-    """Epochs by decoder and number of threads."""
-    # Imported here, because a machine for kernel tests lacks the packages for these modules.
+def contenders(mode: str, batch: int, threads: int, settings: Settings) -> dict[str, Epoch]:
+    """Epochs by decoder."""
+    # Imported here, because a machine for kernel tests lacks the packages for these modules; DALI would be loaded last.
+    import nvidia.dali  # noqa: F401
+
     from pipelines import Dataset, Loader, Transform
     from tests.benchmarks.loading import TUNED, Setting
 
-    transform, root, train = Transform(), photographs(settings), mode != "validation"
-    numbers = [threads for threads in THREADS if threads <= len(os.sched_getaffinity(0))] or [1]
-    found: dict[tuple[str, int], Epoch] = {}
+    train = mode != "validation"
+    found: dict[str, Epoch] = {}
     if mode == "CIFAR-10":
         transform, root = Transform(size=48, resize=48, crop_padding=6), Path(settings.cifar10 or "")
     else:  # the DataLoader has no shifted crops; it comes first, because its processes are forks of this one
-        found["DataLoader", numbers[-1]] = TUNED.epochs(Setting(root, transform), train, batch, numbers[-1])
-    for decoder, threads in itertools.product(("cpu", settings.device) if settings.on_gpu else ("cpu",), numbers):
+        transform, root = Transform(), photographs(settings)
+        found["DataLoader"] = TUNED.epochs(Setting(root, transform), train, batch, threads)
+    for decoder in ("cpu", settings.device) if settings.on_gpu else ("cpu",):
         device = torch.device(decoder)
         loader = Loader(Dataset.scan(root, "train"), transform, train=train, batch_size=batch, threads=threads, device=device)
-        found[decoder, threads] = partial(of_loader, loader)
+        found[decoder] = partial(of_loader, loader)
     return found
 
 
@@ -76,8 +78,9 @@ def loading(mode: str, settings: Settings) -> Iterator[Row]:
     if mode == "CIFAR-10" and settings.cifar10 is None:
         raise SkipCase("needs --cifar10")
     batch, repeats = (16, 1) if settings.small else (128, 3)
-    found = contenders(mode, batch, settings)
-    speeds: dict[tuple[str, int], list[float]] = {name: [] for name in found}
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    found = contenders(mode, batch, threads, settings)
+    speeds: dict[str, list[float]] = {name: [] for name in found}
     for epoch in range(repeats + 1):
         for name, images in found.items():
             began, loaded = time.perf_counter(), 0
@@ -89,7 +92,7 @@ def loading(mode: str, settings: Settings) -> Iterator[Row]:
                 torch.cuda.synchronize()
             if epoch:  # the first is the warm-up
                 speeds[name].append(loaded / (time.perf_counter() - began))
-    for (decoder, threads), measured in speeds.items():
+    for decoder, measured in speeds.items():
         yield {"mode": mode, "decoder": decoder, "threads": threads, "batch": batch, "images_per_s": spread(measured)}
 
 

@@ -1,7 +1,5 @@
 """Measures training and evaluation of whole networks at 224x224, each next to ResNet26 in the same process.
 
-A case with torch.compile measures one network in one mode, because a compilation takes a minute or more.
-
 A training step is forward, loss, backward and the step of SGD with momentum and weight decay; images are random, channels last.
 """
 
@@ -10,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,25 +23,16 @@ from tests.gpu.case import Case, Row, Settings
 from tests.gpu.timing import PRECISIONS, Call, measure, prepare, spread, under
 
 YARDSTICK = "resnet26"
-NAMES = (
-    "san10_pairwise",
-    "san10_patchwise",
-    "resnet50",
-    "san15_pairwise",
-    "san15_patchwise",
-    "san19_pairwise",
-    "san19_patchwise",
-)
-BATCHES = (32, 128)
+NAMES = ("san10_pairwise", "san10_patchwise", "san10_scalar")
+BATCH = 32
 HOW = ("eager", "graphs")
 MODES = ("eval", "train")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One combination of batch size, precision and mode: `eager`, `graphs` or `compiled`."""
+    """One combination of precision and mode: `eager`, `graphs` or `compiled`."""
 
-    batch: int
     precision: str
     how: str
 
@@ -53,7 +42,7 @@ class Network:
 
     def __init__(self, name: str, setting: Setting, settings: Settings) -> None:
         size: dict[str, Any] = {"num_stages": 2, "width_mult": 0.5} if settings.small else {}
-        batch, side, device = (2, 32, settings.device) if settings.small else (setting.batch, 224, settings.device)
+        batch, side, device = (2, 32, settings.device) if settings.small else (BATCH, 224, settings.device)
         self.model: nn.Module = san.create_model(name, **size).to(device)
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         # Random numbers of the CPU, because those of the GPU can fail after a failed capture.
@@ -76,10 +65,10 @@ class Network:
             self.run(self.images)
 
 
-def network(name: str, setting: Setting, modes: Sequence[str], settings: Settings) -> Iterator[Row]:
+def network(name: str, setting: Setting, settings: Settings) -> Iterator[Row]:
     """Measures images per second and peak memory; running out of memory is a result."""
     kernels(settings)
-    for mode in modes:
+    for mode in MODES:
         yield {"model": name, "precision": setting.precision, "how": setting.how, **measured(name, setting, mode, settings)}
 
 
@@ -88,14 +77,14 @@ def measured(name: str, setting: Setting, mode: str, settings: Settings) -> Row:
     calls: dict[str, Call] = {}
     peak: dict[str, float | None] = {}
     left_out: dict[str, str] = {}
-    for each in (name,) if setting.how == "compiled" else (name, YARDSTICK):
+    for each in (name, YARDSTICK):
         before = free_memory(settings)
         ready, missing = prepare({each: step(each, setting, mode, settings)}, settings, setting.how == "graphs")
         calls, left_out = calls | ready, left_out | missing
         peak[each] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1) if settings.on_gpu and ready else None
-    samples, batch = measure(calls, settings, 7), 2 if settings.small else setting.batch
+    samples, batch = measure(calls, settings, 7), 2 if settings.small else BATCH
     speeds = {each: spread([1000 * batch / ms for ms in times]) for each, times in samples.items()}
-    row: Row = {"mode": mode, "batch": batch, "left_out": left_out, "images_per_s": speeds, "peak_MiB": peak}
+    row: Row = {"mode": mode, "left_out": left_out, "images_per_s": speeds, "peak_MiB": peak}
     if YARDSTICK in samples and name in samples:
         ratios = [theirs / ours for ours, theirs in zip(samples[name], samples[YARDSTICK], strict=True)]
         row["times_resnet26"] = spread(ratios)
@@ -120,21 +109,11 @@ def free_memory(settings: Settings) -> int:
 
 
 def _cases() -> Iterator[Case]:
-    """Yields all combinations; those closest to 32 images, TF32 and eager come first, those with torch.compile last."""
-    for name, batch, how_precise, how in itertools.product(NAMES, BATCHES, PRECISIONS, HOW):
-        ranks = NAMES.index(name), BATCHES.index(batch), PRECISIONS.index(how_precise), HOW.index(how)
-        setting = Setting(batch, how_precise, how)
-        label = f"{name} batch {batch} {how_precise} {how}"
-        # SAN10 at batch 32, in TF32 or bfloat16, comes before one case of each other kind (24).
-        is_usual = ranks[0] <= 1 and ranks[1] == 0 and ranks[2] <= 1
-        far = max(0, ranks[0] - 1) + sum(ranks[1:])
-        yield Case("models", label, partial(network, name, setting, MODES), 21 + (1 if is_usual else 4) * far, 120)
-    for name, how_precise, mode in itertools.product(NAMES[:2], PRECISIONS[:2], MODES):
-        setting = Setting(32, how_precise, "compiled")
-        label = f"{name} batch 32 {how_precise} compiled {mode}"
-        yield Case("models", label, partial(network, name, setting, [mode]), 90, 300)
+    """Those of pairwise and patchwise attention come first, TF32 before bfloat16, eager before CUDA graphs."""
+    for name, precision, how in itertools.product(NAMES, PRECISIONS[:2], HOW):
+        far = 2 * (name == NAMES[-1]) + PRECISIONS.index(precision) + HOW.index(how)
+        yield Case("models", f"{name} {precision} {how}", partial(network, name, Setting(precision, how)), 21 + far, 120)
 
 
 ALL = list(_cases())
-USUAL = ("batch 32 tf32 eager", "batch 32 bfloat16 eager", "pairwise batch 32 tf32 compiled train")
-SMALL = [case for case in ALL if case.name.startswith("san10") and case.name.endswith(USUAL)]
+SMALL = [case for case in ALL if case.name.endswith("eager")]

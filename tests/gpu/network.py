@@ -68,7 +68,7 @@ def class_of(kernel: str) -> str:
 
 def step(name: str, precision: str, settings: Settings, how: str = "graphs") -> Call:
     """A training step of 32 images, on a GPU as a CUDA graph."""
-    network = Network(name, Setting(32, precision, how), settings)
+    network = Network(name, Setting(precision, how), settings)
     call = under("auto", precision, settings.device, network.train)
     return captured(call)[0] if settings.on_gpu else call
 

@@ -1,8 +1,6 @@
 """Turns results of the GPU check into Markdown.
 
-    python -m tests.gpu.report RESULTS.jsonl [--write docs/results/performance.md]
-
-`--write` replaces the text between the markers of the page. It accepts only results from a GPU.
+python -m tests.gpu.report RESULTS.jsonl
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +15,6 @@ from pathlib import Path
 from tests.benchmarks import tables
 from tests.gpu.case import Row
 
-BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 MACHINE = ("gpu", "gpus", "memory_GiB", "driver", "cuda", "cpu", "cpus", "python", "torch", "commit", "date")
 
 
@@ -35,7 +31,6 @@ def report(records: Sequence[Row]) -> str:
         _tune(records),
         _limits(records),
         _loader(records),
-        _training(records),
     )
     parts = _status(records), *timings, _system(records), _troubles(records)
     return title + "\n\n".join([f"Machine: {described}.", *(part for part in parts if part)]) + "\n"
@@ -76,25 +71,18 @@ def _status(records: Sequence[Row]) -> str:
 def _cores(records: Sequence[Row]) -> Iterator[str]:
     found = [row for row in rows(records, "cores") if "core" in row]
     for precision, mode in sorted({(row["precision"], row["mode"]) for row in found}):
-        merged: dict[tuple[str, str], Row] = {}
-        for row in found:
-            if (row["precision"], row["mode"]) == (precision, mode):
-                new = {"ms": {}, **row, "times_ours": {}, "left_out": {}, "peak_MiB": {}}
-                kept = merged.setdefault((row["core"], row["stage"]), new)
-                kept["peak_MiB"] |= row.get("peak_MiB", {})
-                kept["times_ours"] |= row.get("times_ours", {})
-                kept["left_out"] |= row["left_out"]
-        measured = {name for row in merged.values() for name in (*row["times_ours"], *row["left_out"])}
-        names = [name for name in ("unfused", "reference", "compiled", "authors", "flex") if name in measured]
+        measured = [row for row in found if (row["precision"], row["mode"]) == (precision, mode)]
+        every = {name for row in measured for name in (*row["times_ours"], *row["left_out"])}
+        names = [name for name in ("unfused", "reference", "authors") if name in every]
         lines = []
-        for (kind, stage), row in sorted(merged.items()):
+        for row in measured:
             ours = row["ms"].get("fused")
             share = f"{row['roofline_ms'] / ours[0]:.0%}".replace("%", " %") if ours else row["left_out"].get("fused", "-")
             others = [row["left_out"].get(name) or ranged(row["times_ours"].get(name), 1) for name in names]
             roofline = f"{row['roofline_ms']:.3f} ({row['limit']})"
-            peaks = ", ".join(f"{name} {MiB:.0f}" for name, MiB in row["peak_MiB"].items()) or "-"
-            lines.append([f"{kind}, {stage}", ranged(ours, 3), roofline, share, *others, peaks])
-        batches = "/".join(sorted({str(row["batch"]) for row in merged.values()}))
+            peaks = ", ".join(f"{name} {MiB:.0f}" for name, MiB in row.get("peak_MiB", {}).items()) or "-"
+            lines.append([f"{row['core']}, {row['stage']}", ranged(ours, 3), roofline, share, *others, peaks])
+        batches = "/".join(sorted({str(row["batch"]) for row in measured}))
         heading = [
             "attention alone",
             "fused, ms",
@@ -116,10 +104,8 @@ def _models(records: Sequence[Row]) -> Iterator[str]:
             speed = row["left_out"].get(name) or ranged(speeds.get(name), 0)
             memory = row["peak_MiB"].get(name)
             yardstick = ranged(speeds.get("resnet26"), 0), ranged(row.get("times_resnet26"))
-            lines.append(
-                [name, row["batch"], row["precision"], row["how"], speed, *yardstick, f"{memory:.0f}" if memory else "-"]
-            )
-        heading = ["network", "batch", "precision", "how", "images/s", "ResNet26", "ratio to ResNet26", "peak MiB"]
+            lines.append([name, row["precision"], row["how"], speed, *yardstick, f"{memory:.0f}" if memory else "-"])
+        heading = ["network", "precision", "how", "images/s", "ResNet26", "ratio to ResNet26", "peak MiB"]
         yield table("Training steps" if mode == "train" else "Evaluation of networks", heading, lines)
 
 
@@ -173,20 +159,6 @@ def _loader(records: Sequence[Row]) -> str:
     return table("Loading photographs", ["images", "decoded by", "threads", "batch", "images/s"], lines)
 
 
-def _training(records: Sequence[Row]) -> str:
-    lines = []
-    for row in rows(records, "training"):
-        if "trial_over_plain" not in row:
-            continue
-        speeds = row["images_per_s"]
-        engine = ", ".join(row["engine"]) or "default"
-        lines.append(
-            [row["workers"], engine, ranged(speeds["trial"], 0), ranged(speeds["plain"], 0), ranged(row["trial_over_plain"])]
-        )
-    heading = ["workers", "engine", "trial, images/s", "plain PyTorch, images/s", "ratio"]
-    return table("A trial and a loop in plain PyTorch", heading, lines)
-
-
 def _system(records: Sequence[Row]) -> str:
     lines = []
     for row in rows(records, "system"):
@@ -206,26 +178,11 @@ def _one_line(text: str) -> str:
     return text.splitlines()[0][:150].replace("|", "/")
 
 
-def write(page: Path, text: str) -> None:
-    """Replaces the text between the markers."""
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    page.write_text(f"{before}{BEGIN}\n{text}{END}{after}", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
-    parser.add_argument("--write", type=Path, help="page whose part between the markers is replaced")
     options = parser.parse_args()
-    records = [json.loads(line) for line in options.results.read_text().splitlines()]
-    facts = machine(records)
-    if options.write is None:
-        print(report(records))
-    elif facts.get("device") != "cuda":
-        sys.exit(f"{options.write} takes only results from a GPU; these are from {facts.get('device')}.")
-    else:
-        write(options.write, report(records))
+    print(report([json.loads(line) for line in options.results.read_text().splitlines()]))
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
 def run(trials: list[Trial], options: argparse.Namespace) -> None:
     """Trains until all trials are finished or the budget is used, and appends each one to the file when it ends."""
     end, context = time.monotonic() + options.budget, get_context("spawn")
-    longest = 0.0
+    longest, died = 0.0, 0
     began: dict[Connection, float] = {}
     file = options.known[-1]
     is_new, waiting = not file.exists(), list(trials)
@@ -254,6 +254,7 @@ def run(trials: list[Trial], options: argparse.Namespace) -> None:
                 try:
                     line = connection.recv()
                 except EOFError:  # the process died and has printed why
+                    died += 1
                     del ours[connection]
                     continue
                 if line is not None:
@@ -266,6 +267,9 @@ def run(trials: list[Trial], options: argparse.Namespace) -> None:
                     connection.send(waiting.pop(0))
                 else:
                     del ours[connection]
+                    connection.close()  # ends its process
+    if died:
+        raise SystemExit(f"{died} processes died; run the same command again to train what they had begun")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the GPU check and the benchmarks compute without a GPU: bytes, instructions."""
+"""What the benchmarks compute without a GPU: bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from san.nn.norm import conv_norm
-from tests.benchmarks.stages import KINDS, Core
+from tests.benchmarks.stages import KINDS
 from tests.benchmarks.traffic import Traffic, as_on_a_gpu, step
 
 
@@ -54,16 +54,3 @@ def test_attention_keeps_no_weights_on_a_gpu(kind: str) -> None:
         x_NCHW = torch.empty(2, 256, 14, 14).contiguous(memory_format=torch.channels_last).requires_grad_()
         KINDS[kind](256, 7)(x_NCHW)
     assert 0 < max(kept) <= x_NCHW.numel() < 2 * 8 * 49 * 14**2
-
-
-def test_instructions_of_attention() -> None:
-    """For 16 pairs in stage 2, counted by hand: 18 relation channels are 3 tiles, 16 hidden ones 2, and 8 weight channels 1."""
-    groups = 56**2 * 49 // 16
-    for kind, once in (
-        ("pairwise", 3 * 7 + 2 * (2 + 2) + (1 + 12) + 40),
-        ("patchwise", 2 * (7 + 1) + 1 + 40),  # 16 channels of psi are 2 tiles
-        ("scalar", (128 * 5 // 4 + 8 * 8) // 2),  # of 32 lanes, 16 pixels take half the instructions of a pixel's heads
-    ):
-        core = Core(kind, "stage 2", 1)
-        assert core.instructions(training=False) == groups * once
-        assert core.instructions(training=True) == 3 * groups * once

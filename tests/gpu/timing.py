@@ -137,10 +137,7 @@ def summary(samples: dict[str, list[float]], ours: str) -> Row:
 
 
 def peaks(settings: Settings) -> Row:
-    """Measures the bytes/s of a large copy (read and written) and the FLOP/s of a large product in each precision.
-
-    On a GPU, instructions/s follow from the clock: each of the four schedulers of a multiprocessor starts one per cycle.
-    """
+    """Measures the bytes/s of a large copy (read and written) and the FLOP/s of a large product in each precision."""
     size, elements = (256, 2**20) if settings.small else (8192, 2**28)
     source = torch.ones(elements, device=settings.device)
     target = torch.empty_like(source)
@@ -150,8 +147,4 @@ def peaks(settings: Settings) -> Row:
         a, b = (torch.randn(size, size, device=settings.device, dtype=dtype) for _ in range(2))
         calls[name] = under("auto", name, settings.device, functools.partial(torch.mm, a, b))
     best = {name: min(times) / 1000 for name, times in measure(calls, settings, 5).items()}
-    peak = {"bytes_per_s": 8 * elements / best["copy"], "flops": {n: 2 * size**3 / best[n] for n in PRECISIONS}}
-    if settings.on_gpu:
-        gpu = torch.cuda.get_device_properties(settings.device)
-        peak["instructions_per_s"] = 4 * gpu.multi_processor_count * 1000 * gpu.clock_rate
-    return peak
+    return {"bytes_per_s": 8 * elements / best["copy"], "flops": {n: 2 * size**3 / best[n] for n in PRECISIONS}}

@@ -96,4 +96,4 @@ def compare(operator: str, variant: str, sizes: cases.Sizes, namespaces: dict[st
         yield row | summary(samples, "ours")
 
 
-ALL = [Case("tune", variant, partial(tune, variant), 22, 240) for variant in VARIANTS]
+ALL = [Case("tune", variant, partial(tune, variant), 70, 240) for variant in VARIANTS]
