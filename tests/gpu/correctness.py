@@ -63,6 +63,20 @@ STAGES = [
     cases.Sizes(1, 112, 112, 3, 6, 4, 2),
 ]
 """SAN10's other stages, which take too long on a CPU."""
+
+
+def stages_of(operator: str, settings: Settings) -> list[cases.Sizes]:
+    """The sizes of an operator in SAN10's stages, with 32 images; on a CPU, small ones."""
+    if not settings.on_gpu:
+        return SIZES[1:2]
+    stages = [replace(stage, batch=32, shares=8) for stage in STAGES]
+    if operator == "attend_dot":  # eight heads, and no channels of the position
+        return [replace(s, weights=8, channels=(s.channels - 2) // 2, shares=(s.channels - 2) // 2) for s in stages]
+    if "patch" in operator:
+        return [replace(s, channels=s.channels - 2, hidden=s.weights) for s in stages]
+    return stages
+
+
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -15,12 +15,11 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings, SkipCase
-from tests.gpu.correctness import SIZES, STAGES, fused_operators
+from tests.gpu.correctness import fused_operators, stages_of
 from tests.ops import cases
 
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
@@ -37,9 +36,8 @@ BUSY = 60.0
 
 def launches(settings: Settings) -> Iterator[Row]:
     """Runs each operator of attention once in each stage."""
-    sizes = [replace(stage, batch=32, shares=8) for stage in STAGES] if settings.on_gpu else SIZES[1:2]
     for operator in fused_operators(settings):
-        for stage in sizes:
+        for stage in stages_of(operator, settings):
             tensors = tuple(x.float().to(settings.device) for x in cases.sample(operator, stage))
             found = cases.run_kernels(operator, tensors, stage, kernels(settings), tf32=True)
             yield {"operator": operator, "sizes": str(stage), "finite": all(bool(x.isfinite().all()) for x in found)}

@@ -8,7 +8,6 @@ names the fastest variant of each operator and stage. `python -m tests.gpu --out
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from cuda_ext import build, schemas
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings
-from tests.gpu.correctness import SIZES, STAGES, checks, fused_operators
+from tests.gpu.correctness import SIZES, checks, fused_operators, stages_of
 from tests.gpu.timing import Call, measure, precision, prepare, summary
 from tests.ops import cases
 
@@ -70,10 +69,9 @@ def tune(variant: str, settings: Settings) -> Iterator[Row]:
             tensors = tuple(x.float().to(settings.device) for x in cases.sample(operator, sizes))
             want, found = (cases.run_kernels(operator, tensors, sizes, namespace) for namespace in (ours, theirs))
             yield checks(f"{operator}, {variant}, {sizes}", found, want, [2e-4] * len(want))
-    stages = [replace(sizes, batch=32) for sizes in STAGES] if settings.on_gpu else SIZES[1:2]
     for operator in operators:
-        for sizes in stages:
-            yield from compare(operator, variant, replace(sizes, shares=8), {"ours": ours, variant: theirs}, settings)
+        for sizes in stages_of(operator, settings):
+            yield from compare(operator, variant, sizes, {"ours": ours, variant: theirs}, settings)
 
 
 def compare(operator: str, variant: str, sizes: cases.Sizes, namespaces: dict[str, Any], settings: Settings) -> Iterator[Row]:
