@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +40,8 @@ def memory(runs: Path) -> None:
     while time.monotonic() < limit and driver.poll() is None:
         time.sleep(1)
         for name, process in _processes(driver.pid):
-            samples[name].append((time.monotonic() / 3600, process.memory_info().rss / 2**20))
+            with suppress(psutil.Error):
+                samples[name].append((time.monotonic() / 3600, process.memory_info().rss / 2**20))
     driver.terminate()
     driver.wait()
     epochs = sum(1 for _ in next(runs.glob("checkpoints/*/summary.csv")).open()) - 1
@@ -52,8 +54,9 @@ def memory(runs: Path) -> None:
 def _processes(driver: int) -> list[tuple[str, psutil.Process]]:
     found = [("command", psutil.Process(driver))]
     for child in found[0][1].children(recursive=True):
-        if child.name().startswith("ray::Implicit"):
-            found.append(("worker", child))
+        with suppress(psutil.Error):  # it has ended
+            if child.name().startswith("ray::Implicit"):
+                found.append(("worker", child))
     return found
 
 

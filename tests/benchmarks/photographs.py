@@ -23,14 +23,10 @@ GRAIN = (4.0, 40.0)
 """Range of the standard deviation of the grain, for pixels from 0 to 255."""
 
 
-def write_photographs(root: Path, split: str, count: int, processes: int, seed: int = 0) -> int:
-    """Writes `count` images as `root/split/<class>/<number>.jpg` and returns their mean size in bytes.
-
-    Each image depends only on its number and the seed.
-    """
+def write_photographs(root: Path, split: str, count: int, processes: int, seed: int = 0) -> None:
+    """Writes `count` images as `root/split/<class>/<number>.jpg`. Each depends only on its number and the seed."""
     with ProcessPoolExecutor(processes) as pool:
-        sizes = list(pool.map(partial(_write_photograph, root / split, seed), range(count), chunksize=50))
-    return sum(sizes) // count
+        list(pool.map(partial(_write_photograph, root / split, seed), range(count), chunksize=50))
 
 
 @cache
@@ -40,7 +36,7 @@ def _originals() -> list[Image.Image]:
     return [photograph.filter(ImageFilter.UnsharpMask(radius=1, percent=150, threshold=0)) for photograph in photographs]
 
 
-def _write_photograph(folder: Path, seed: int, number: int) -> int:
+def _write_photograph(folder: Path, seed: int, number: int) -> None:
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, number])))
     originals = _originals()
     whole = originals[number % len(originals)]
@@ -56,4 +52,3 @@ def _write_photograph(folder: Path, seed: int, number: int) -> int:
     path = folder / f"class{number % CLASSES}" / f"{number:05d}.jpg"
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels_HW3.clip(0, 255).astype(np.uint8)).save(path, quality=QUALITY)
-    return path.stat().st_size

@@ -31,7 +31,7 @@ from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.checkpoint import Checkpoint
 from tests.cluster.processes import AGENTS, MARK, kill_ray, marked
-from tests.experiments.drivers import Driver
+from tests.experiments.drivers import PATIENCE, Driver
 from tests.experiments.samples import runs_of
 from tests.experiments.servers import Server
 from tests.faults.witness import Step, steps_of
@@ -70,11 +70,11 @@ class Scene:
         self.drivers[-1].process.kill()
         self.drivers[-1].process.wait()
 
-    def wait(self, holds: Callable[[], object], seconds: float = 600) -> None:
-        limit = time.monotonic() + seconds
+    def wait(self, holds: Callable[[], object]) -> None:
+        limit = time.monotonic() + PATIENCE
         while not holds():
             said = "\n---\n".join(driver.said for driver in self.drivers)
-            assert time.monotonic() < limit, f"not within {seconds} s; said until then:\n{said}"
+            assert time.monotonic() < limit, f"not within {PATIENCE} s; said until then:\n{said}"
             time.sleep(0.02)
 
     def step(self, number: int) -> Step:

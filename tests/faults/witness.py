@@ -1,7 +1,7 @@
 """`python -m tests.faults.witness run ...` is `san run ...` with a record of training steps.
 
-Each training step appends a line `rank pid step trial seconds` to `runs/steps.txt`: steps count from 1 over all epochs, the
-trial is its key, and the time is `time.monotonic()`. If runs are stored in a bucket, the file is in the scratch folder of the
+Each training step appends a line `rank pid step trial` to `runs/steps.txt`: steps count from 1 over all epochs, the
+trial is its key. If runs are stored in a bucket, the file is in the scratch folder of the
 driver. With WITNESS_KILL_AT_WRITE=n in the environment, the trial is killed once, in the middle of its n-th checkpoint. With
 WITNESS_PAUSE=s, it waits for s seconds after each step. A worker that finds the file `runs/hang` deletes it and hangs.
 """
@@ -34,7 +34,6 @@ class Step(NamedTuple):
     pid: int
     number: int
     trial: str
-    seconds: float
 
 
 TRAIN_STEP = Engine.train_step
@@ -47,7 +46,7 @@ def steps_of(runs: os.PathLike[str]) -> list[Step]:
             lines = [line.split() for line in record if line.endswith("\n")]
     except FileNotFoundError:
         return []
-    return [Step(int(rank), int(pid), int(number), trial, float(at)) for rank, pid, number, trial, at in lines]
+    return [Step(int(rank), int(pid), int(number), trial) for rank, pid, number, trial in lines]
 
 
 def watched_trial(runs: Path, workspace: Workspace, trial: Trial, *rest: Any, **options: Any) -> nn.Module:
@@ -58,7 +57,7 @@ def watched_trial(runs: Path, workspace: Workspace, trial: Trial, *rest: Any, **
 
     def watched_step(engine: Engine, images_NCHW: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
         loss = TRAIN_STEP(engine, images_NCHW, labels_N)
-        record.write(f"{rank} {os.getpid()} {engine.schedule.last_epoch} {trial.key} {time.monotonic()}\n")
+        record.write(f"{rank} {os.getpid()} {engine.schedule.last_epoch} {trial.key}\n")
         time.sleep(pause)
         if hang.exists():
             hang.unlink(missing_ok=True)
