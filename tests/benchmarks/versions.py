@@ -4,10 +4,12 @@
     python -m tests.benchmarks.versions --before ../before [--threads 1] [--rounds 5] [--only 224]
     python -m tests.benchmarks.versions bfloat16 compiled
     python -m tests.benchmarks.versions "memory kept" AVX2
+    python -m tests.benchmarks.versions reference --threads 2 --only 224
 
 Every round runs each variant in turn in a process of its own, so that disturbances affect all; a process reports its fastest
 step. Ratios are the first variant / another one within a round: median and range. `memory kept` has the settings of glibc that
-`san run` uses, `AVX2` also chooses the code for processors without AVX-512, `folded` evaluates a copy from `san.fold`,
+`san run` uses, `AVX2` also chooses the code for processors without AVX-512, `reference` runs the backend of plain PyTorch
+operators (pad, unfold, einsum) instead of kernels, `folded` evaluates a copy from `san.fold`,
 `bfloat16` trains and evaluates under autocast, and `compiled` uses torch.compile, whose first training step and first
 evaluation are listed. Inputs and gradients are random; networks at 32x32 and 48x48 halve the image three times and
 have half the width and 64 images, or one; complete ones have 4 of 224x224. `pretrained size` is that of the networks whose
@@ -40,6 +42,7 @@ class Variant:
     half: bool = False
     compiled: bool = False
     folded: bool = False
+    backend: str = "auto"
 
 
 WAYS = {
@@ -47,6 +50,7 @@ WAYS = {
     "folded": Variant(folded=True),
     "bfloat16": Variant(half=True),
     "AVX2": Variant(environment=KEEP_MEMORY | SETTINGS["AVX2"]),
+    "reference": Variant(backend="reference"),
     "compiled": Variant(environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}, compiled=True),
 }
 KINDS = {
@@ -75,7 +79,7 @@ if {compiled}:
 x = torch.randn({batch}, 3, {side}, {side}).contiguous(memory_format=torch.channels_last)
 grad = torch.randn({batch}, 10)
 def forward():
-    with torch.autocast("cpu", torch.bfloat16, enabled={half}):
+    with torch.autocast("cpu", torch.bfloat16, enabled={half}), san.ops.backend({backend!r}):
         return model(x)
 def train():
     model.zero_grad()
@@ -109,6 +113,7 @@ def measure(variant: Variant, network: str, threads: int) -> list[tuple[float, f
         "half": variant.half,
         "compiled": variant.compiled,
         "folded": variant.folded,
+        "backend": variant.backend,
     }
     code = PROGRAM.format(name=name, options=options, batch=batch, side=side, **how)
     environment = os.environ | variant.environment
