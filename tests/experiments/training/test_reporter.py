@@ -70,7 +70,7 @@ import ctypes, sys
 from experiments.training.reporter import Watchdog
 with Watchdog(30, sys.stderr):
     pass
-with Watchdog(0.5, sys.stderr):
+with Watchdog(1, sys.stderr):
     ctypes.PyDLL(None).sleep(100_000)
 """
     command = [sys.executable, "-c", script]
