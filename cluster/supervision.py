@@ -68,7 +68,8 @@ def _watch(local: bool, connected: threading.Event, ended: threading.Event, at_l
                 responded_at = time.monotonic()
                 is_alive = node in {each["NodeID"] for each in nodes()}
             if not is_alive:
-                message = "Ray died on this machine, perhaps because memory ran out (see `dmesg`)"
+                died = "Ray died on this machine, perhaps because memory ran out (see `dmesg`)"
+                message = "the signal has also ended Ray" if INTERRUPTED.is_set() else died
         except OSError:
             if time.monotonic() - responded_at > _SECONDS_TO_RESPOND:
                 message = f"the Ray head at {address} does not respond, perhaps because it was killed"

@@ -39,7 +39,7 @@ BEGIN, END = "<!-- generated: `make docs` rewrites this part -->", "<!-- /genera
 MODEL_FIELDS = {
     "depths": "Number of blocks in each stage.",
     "widths": "Number of channels in each stage.",
-    "num_stages": "Keeps only the first stages, which halve the side of the map this often. Null or 5: the complete model.",
+    "num_stages": "Keeps only the first stages, which halve the side of the map this often; of a ResNet, the stem is the first one. Null or 5: the complete model.",
     "width_mult": "Multiplies the number of channels in every stage by this factor.",
     "footprint": "Side of the footprint in pixels, an odd number. Stage 1 of a SAN always uses 3. In a ResNet: the kernel size"
     " of the convolutions that are usually 3x3.",
@@ -225,7 +225,7 @@ def pretrained_table() -> str:
                 f"{size:.2f}",
             )
         )
-    heading = ("network", "parameters (M)", "multiply-accumulates (M)", "top-1 (%)", "top-5 (%)", "file (MiB)")
+    heading = ("network", "parameters (M)", "FLOPs (M)", "top-1 (%)", "top-5 (%)", "file (MiB)")
     return _table(heading, lines)
 
 

@@ -172,8 +172,8 @@ def _hours(hours: TimeEstimate | None) -> str:
 def report(request: GridRequest, form: str, html: Path | None, csv: Path | None, as_json: bool) -> None:
     """Print the results of a grid's finished trials.
 
-    Trains nothing. Text output also draws the grid's plot. With text output, the exit code is 1 while trials are
-    unfinished, and 2 if none is finished.
+    Trains nothing. Text output also draws the grid's plot, and its exit code is 1 while trials are unfinished. Except for
+    --json, the exit code is 2 if none is finished.
 
     \b
     Example: san report experiments/grids/footprint.yaml --html footprint.html

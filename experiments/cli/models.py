@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, FilePath, as_value
+from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, GridFile, as_value
 from experiments.errors import UserError
 
 
@@ -62,7 +62,7 @@ def doctor() -> None:
 @click.command()
 @click.argument("name", required=False)
 @OVERRIDES
-@click.option("--grid", type=FilePath(), help="Count every row of this grid at full size, next to the paper's counts.")
+@click.option("--grid", type=GridFile(), help="Count every row of this grid at full size, next to the paper's counts.")
 @click.option("--size", type=click.IntRange(1, 100_000), default=224, show_default=True, help="Image side in pixels.")
 @IMPORT_NOW
 @AS_JSON

@@ -44,7 +44,7 @@ class FilePath(click.Path):
         return super().convert(Path(os.path.expanduser(value)), param, ctx)
 
 
-class _Grid(click.ParamType[Path]):
+class GridFile(click.ParamType[Path]):
     """The path of a grid's file, or the name of a grid of this project."""
 
     name = "grid"
@@ -55,7 +55,7 @@ class _Grid(click.ParamType[Path]):
         return grid_path(value)
 
 
-_GRID = click.argument("grid", type=_Grid())
+_GRID = click.argument("grid", type=GridFile())
 _PROFILE = click.option(
     "--profile",
     default="digits",

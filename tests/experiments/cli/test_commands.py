@@ -57,7 +57,7 @@ def test_user_without_a_home_folder(printed: Printed, monkeypatch: pytest.Monkey
 
 def test_complexity_as_json(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a grid's rows, or of all named models."""
-    rows = json.loads(printed("complexity", "--grid", GRIDS_DIR / "position.yaml", "--json"))
+    rows = json.loads(printed("complexity", "--grid", "position", "--json"))
     assert [row["id"] for row in rows] == list(paper_rows("position"))
     by_id = {row["id"]: row for row in rows}
     assert (by_id["pairwise_relative"]["params"], by_id["pairwise_relative"]["flops_paper"]) == (10_531_848, 2_155_268_622)
