@@ -56,15 +56,12 @@ def session(address: str | None = None, at_loss: AtLoss = ()) -> Iterator[Resour
     """Connects to a cluster inside a `with` block, and returns its current resources.
 
     Joins the cluster at `address` (`auto`, `host:6379`) or at `RAY_ADDRESS`, which is set inside a Ray job. Without an
-    address, starts a local cluster with the CPUs and GPUs that this process may use, and shuts it down at the end. Inside
-    another session, that session is used. If Ray dies, this process ends (see `supervised`).
+    address, starts a local cluster with the CPUs and GPUs that this process may use, and shuts it down at the end. If Ray dies,
+    this process ends (see `supervised`).
 
     Raises:
         ClusterError: Ray did not start here in three attempts, or the cluster cannot be joined.
     """
-    if ray.is_initialized():
-        yield resources()
-        return
     _quieten()
     local = is_local(address)
     try:
@@ -83,7 +80,7 @@ def session(address: str | None = None, at_loss: AtLoss = ()) -> Iterator[Resour
 
 def is_local(address: str | None) -> bool:
     """Whether a session with this address would start a cluster on this machine."""
-    return not (ray.is_initialized() or address or os.environ.get("RAY_ADDRESS"))
+    return not (address or os.environ.get("RAY_ADDRESS"))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from ray.tune.progress_reporter import TrialProgressCallback
 from cluster.errors import ClusterError, LostError
 from cluster.placement import Placement, Resources, concurrency, workers_that_fit
 from cluster.serial import Observer, Outcome, ReportFn, described, one_line
-from cluster.session import resources, session
+from cluster.session import resources
 
 V = TypeVar("V")
 
@@ -61,7 +61,7 @@ def sweep(
     fatal: tuple[type[Exception], ...] = (),
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> dict[str, Outcome]:
-    """Calls `function(value, report)` for every value, in other processes, and returns how each call ended.
+    """Calls `function(value, report)` for every value, in other processes of the session, and returns how each call ended.
 
     Args:
         function: runs in every worker of a trial. All workers must call `report(metrics)` equally often, because a report waits
@@ -86,40 +86,34 @@ def sweep(
     """
     if not values:
         return {}
-    with session() as available:
-        concurrency(placement, available)
-        queue = _Queue(values, placement, is_interrupted)
-        collector = _OutcomeCollector(observer, queue)
-        trainable = _trainable(function, dict(values), placement, str(storage), non_retryable, fatal)
-        tuner = ray.tune.Tuner(
-            ray.tune.with_resources(trainable, _trial_resources(placement)),
-            tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
-            run_config=ray.tune.RunConfig(
-                name="tune",
-                storage_path=str(storage),
-                failure_config=ray.tune.FailureConfig(max_failures=retries),
-                verbose=0,
-                callbacks=[collector, _WaitNotice(observer, placement), _Silent()],
-            ),
-        )
-        try:
-            tuner.fit()
-            if is_interrupted():
-                raise KeyboardInterrupt
-        except BaseException as error:
-            ray.shutdown()  # otherwise Tune leaves its trials running
-            if isinstance(error.__cause__, ray.exceptions.OutOfMemoryError):  # which Tune does not handle
-                raise LostError(_OUT_OF_MEMORY) from None
-            raise
-        if collector.fatal is not None:
-            raise ClusterError(collector.fatal)
+    concurrency(placement, resources())
+    queue = _Queue(values, placement, is_interrupted)
+    collector = _OutcomeCollector(observer, queue)
+    trainable = _trainable(function, dict(values), placement, str(storage), non_retryable, fatal)
+    of_a_trial = DRIVER_RESOURCES if placement.workers > 1 else {"CPU": placement.cpus, "GPU": placement.gpus}
+    tuner = ray.tune.Tuner(
+        ray.tune.with_resources(trainable, of_a_trial),
+        tune_config=ray.tune.TuneConfig(search_alg=queue, num_samples=-1, reuse_actors=placement.workers == 1),
+        run_config=ray.tune.RunConfig(
+            name="tune",
+            storage_path=str(storage),
+            failure_config=ray.tune.FailureConfig(max_failures=retries),
+            verbose=0,
+            callbacks=[collector, _WaitNotice(observer, placement), _Silent()],
+        ),
+    )
+    try:
+        tuner.fit()
+        if is_interrupted():
+            raise KeyboardInterrupt
+    except BaseException as error:
+        ray.shutdown()  # otherwise Tune leaves its trials running
+        if isinstance(error.__cause__, ray.exceptions.OutOfMemoryError):  # which Tune does not handle
+            raise LostError(_OUT_OF_MEMORY) from None
+        raise
+    if collector.fatal is not None:
+        raise ClusterError(collector.fatal)
     return {key: collector.outcomes[key] for key in values}
-
-
-def _trial_resources(placement: Placement) -> dict[str, float]:
-    if placement.workers > 1:
-        return DRIVER_RESOURCES
-    return {"CPU": placement.cpus, "GPU": placement.gpus}
 
 
 def _trainable(

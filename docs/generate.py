@@ -39,7 +39,8 @@ BEGIN, END = "<!-- generated: `make docs` rewrites this part -->", "<!-- /genera
 MODEL_FIELDS = {
     "depths": "Number of blocks in each stage.",
     "widths": "Number of channels in each stage.",
-    "num_stages": "Keeps only the first stages, which halve the side of the map this often; of a ResNet, the stem is the first one. Null or 5: the complete model.",
+    "num_stages": "Keeps only the first stages, which halve the side of the map this often; of a ResNet, "
+    "the stem is the first one. Null or 5: the complete model.",
     "width_mult": "Multiplies the number of channels in every stage by this factor.",
     "footprint": "Side of the footprint in pixels, an odd number. Stage 1 of a SAN always uses 3. In a ResNet: the kernel size"
     " of the convolutions that are usually 3x3.",

@@ -94,9 +94,10 @@ def evaluate(
     """
     from experiments.evaluation.evaluate import evaluate_checkpoint, open_checkpoint, open_images
     from experiments.runner.progress import counting
+    from experiments.runs.workspace import open_store
     from experiments.training.checkpoint import resolve_checkpoint
 
-    with resolve_checkpoint(checkpoint, runs) as (path, uri):
+    with resolve_checkpoint(checkpoint, open_store(runs)) as (path, uri):
         opened = open_checkpoint(path, overrides, profile)
         images = open_images(opened, split)
         batches = -(-len(images) // opened.batch)
@@ -377,7 +378,8 @@ def attention_page(
 
 def _opened(checkpoint: str, overrides: Sequence[str], profile: str | None, runs: str | None) -> LoadedModel:
     from experiments.evaluation.evaluate import open_checkpoint
+    from experiments.runs.workspace import open_store
     from experiments.training.checkpoint import resolve_checkpoint
 
-    with resolve_checkpoint(checkpoint, runs) as (path, _):
+    with resolve_checkpoint(checkpoint, open_store(runs)) as (path, _):
         return open_checkpoint(path, overrides, profile)

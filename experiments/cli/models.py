@@ -83,4 +83,7 @@ def complexity(name: str | None, overrides: tuple[str, ...], grid: Path | None, 
         lines = counts.of_variant(name, overrides, size)
     else:
         lines = counts.of_variants(size) if grid is None else counts.of_grid(grid, size)
-    click.echo(json.dumps(counts.as_objects(lines)) if as_json else counts.as_text(lines, stages=name is not None))
+    if as_json:
+        click.echo(json.dumps([{"id": line.id} | dataclasses.asdict(line.counts) for line in lines]))
+    else:
+        click.echo(counts.as_text(lines, stages=name is not None))

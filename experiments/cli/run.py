@@ -33,7 +33,7 @@ def run(request: GridRequest, address: str | None) -> bool:
     files, complete = print_report(grid_report(grid_run, results), has_page=True)
     try:
         prepare(grid_run)
-        grid_run.tracker.log_report(files, grid_run.suffix[1:] or None, complete and grid_run.selected == grid_run.trials)
+        grid_run.tracker.log_report(files, grid_run.suffix[1:] or None, complete)
     except TrackerError as error:
         print_status(f"the report in MLflow was not updated: {error}")
     return complete

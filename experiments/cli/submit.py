@@ -91,7 +91,7 @@ def stage(request: GridRequest, folder: Path) -> int:
         shutil.copy(file, target)
     contents = {folder / GRID_FOLDER / request.grid.name: content}
     if profile.endswith(".yaml"):
-        contents[folder / _copied_profile(profile)] = read_profile(profile_path(profile))
+        contents[folder / _copied_profile(profile)] = read_profile(profile_path(profile), resolve_paths=False)
     for path, content in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")

@@ -146,14 +146,14 @@ def profile_path(name: str) -> Path:
     return known[name]
 
 
-def read_profile(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Reads a profile, which the profiles `below` extend, and the profile that it extends. Relative paths in the file of a user
-    become absolute."""
+def read_profile(path: Path, resolve_paths: bool = True, below: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Reads a profile, which the profiles `below` extend, and the profile that it extends. With `resolve_paths`, relative paths
+    in the file of a user become absolute."""
     content = read_yaml(path)
     if "question" in content:
         raise UserError(f"{path}: this is a grid, not a profile; give the name of a profile, or the file of one")
     extended = content.pop("extends", None)
-    if path.parent.resolve() != PROFILES_DIR:
+    if resolve_paths and path.parent.resolve() != PROFILES_DIR:
         content = with_absolute_paths(content, path.parent)
     if extended is None:
         return content
@@ -163,7 +163,7 @@ def read_profile(path: Path, below: tuple[Path, ...] = ()) -> dict[str, Any]:
     parent = profile_path(str(path.parent / os.path.expanduser(extended)) if is_file else extended)
     if parent.resolve() in (file.resolve() for file in files):
         raise UserError(f"{path}: extends: this profile extends itself ({' -> '.join(map(str, (*files, parent)))})")
-    return merged(read_profile(parent, files), content)
+    return merged(read_profile(parent, resolve_paths, files), content)
 
 
 def with_absolute_paths(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def expand(request: GridRequest, tables: Collection[str], resolve_paths: bool = 
 
     Args:
         tables: valid values of the key `table`.
-        resolve_paths: whether relative paths are resolved from the current folder.
+        resolve_paths: whether relative paths are resolved, from the current folder or that of the profile.
 
     Raises:
         UserError: lists all errors of the first step that finds any, each with its file or override and its key: syntax, keys
@@ -225,7 +225,7 @@ def expand(request: GridRequest, tables: Collection[str], resolve_paths: bool = 
     grid = grid.model_copy(update={"rows": _multiplied(grid.rows, grid.product)})
     _raise_all(path, _repeated(grid))
     profile_file = profile_path(request.profile)
-    configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file), layers, resolve_paths))
+    configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file, resolve_paths), layers, resolve_paths))
     if grid.plot is None and grid.table is None:
         grid = grid.model_copy(update={"plot": _default_plot(grid, configs)})
     _raise_all(path, [*_plot_errors(grid.plot, configs), *_early_stopping_errors(grid, configs)])

@@ -21,7 +21,7 @@ from experiments.errors import UserError
 from experiments.training.checkpoint import Checkpoint, read_checkpoint, weights_file
 from experiments.training.device import available_device, explain_oom, prepare_cpu
 from experiments.training.images import open_split, transform
-from experiments.training.metrics import evaluate
+from experiments.training.metrics import after_each, evaluate
 from pipelines import DataError, Dataset, Loader, Transform
 from pipelines.datasets.check import broken_images
 from pipelines.datasets.dataset import list_images
@@ -198,7 +198,7 @@ def evaluate_checkpoint(
     """
     loader = evaluation_loader(opened, images, transform(opened.config.data), opened.batch)
     with explain_oom(opened.config, loader.device, is_training=False):
-        loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), loader, ended)
+        loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), after_each(loader.epoch(0), ended))
     return Evaluation(
         checkpoint=str(opened.path),
         model=opened.model.spec.name,
@@ -269,7 +269,10 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
     images, model = Dataset.of_files(paths), fold(opened.model)
     names = opened.classes or tuple(map(str, range(checkpoint.classes(opened.model))))
     is_file = np.array(list(map(os.path.isfile, paths)))
-    errors = {index: _no_file(paths[index]) for index in np.flatnonzero(~is_file).tolist()}
+    errors = {
+        index: "not a file, but a pipe or a device" if os.path.exists(paths[index]) else "no such file"
+        for index in np.flatnonzero(~is_file).tolist()
+    }
     left, position = np.flatnonzero(is_file), 0
 
     def failed(until: int) -> Iterator[Prediction]:
@@ -299,10 +302,6 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
             errors |= broken
             left = np.setdiff1d(left, list(broken))
     yield from failed(len(paths))
-
-
-def _no_file(path: str) -> str:
-    return "not a file, but a pipe or a device" if os.path.exists(path) else "no such file"
 
 
 def _next_broken(images: Dataset, indices: Sequence[int]) -> dict[int, str]:

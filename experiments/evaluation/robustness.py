@@ -5,10 +5,8 @@ A protocol is a list of conditions under which networks are tested, each with th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +17,7 @@ from experiments.config.grid import ProtocolName
 from experiments.evaluation.evaluate import LoadedModel, evaluation_loader
 from experiments.training.device import available_device, explain_oom
 from experiments.training.images import transform
-from experiments.training.metrics import Batches, evaluate
+from experiments.training.metrics import Batches, after_each, evaluate
 from pipelines import Dataset, Transform
 from san.nn import fold
 
@@ -28,9 +26,6 @@ Numbers = dict[str, float]
 
 TITLES = {"success": "success", "top1": "top-1", "top5": "top-5"}
 """Titles of the numbers."""
-
-BatchEnded = Callable[[], None]
-"""Called after each batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +43,7 @@ class Subject:
     """The images after a transform, in the order of their labels."""
 
 
-Measure = Callable[[Subject, BatchEnded], Numbers]
+Measure = Callable[[Subject], Numbers]
 """Measures a network under a condition on all images."""
 
 
@@ -89,33 +84,24 @@ class Protocol:
         return tuple(condition for condition in self.conditions if len(condition.numbers_in(metrics)) < len(condition.numbers))
 
 
-ShowProgress = Callable[[str, int, int], AbstractContextManager[BatchEnded]]
-"""Shows the progress of a condition, given its name, the number of images and the batch size."""
-
-
-def measured(
-    opened: LoadedModel, images: Dataset, conditions: Iterable[Condition], shown: ShowProgress
-) -> Iterator[tuple[Condition, Numbers]]:
-    """Measures conditions one after the other.
+def measured(opened: LoadedModel, images: Dataset, condition: Condition, ended: Callable[[], None]) -> Numbers:
+    """Measures a checkpoint under a condition; `ended` is called after each batch.
 
     Raises:
         DataError: an image cannot be used.
         UserError: out of GPU memory.
     """
-    batch = max(min(opened.batch, len(images)), 1)
-    for condition in conditions:
-        with (
-            explain_oom(opened.config, available_device(), is_training=False),
-            shown(condition.name, len(images), batch) as ended,
-        ):
-            numbers = condition.measure(subject_of(opened, images, batch), ended)
-        yield condition, numbers
+    with explain_oom(opened.config, available_device(), is_training=False):
+        return condition.measure(subject_of(opened, images, opened.batch, ended))
 
 
-def subject_of(opened: LoadedModel, images: Dataset, batch: int) -> Subject:
+def subject_of(opened: LoadedModel, images: Dataset, batch: int, ended: Callable[[], None] = lambda: None) -> Subject:
     """The folded network of a checkpoint and images that the loader reads, `batch` at a time."""
+
+    def load(transform: Transform) -> Batches:
+        return after_each(evaluation_loader(opened, images, transform, batch).epoch(0), ended)
+
     network = fold(opened.model).to(available_device())
-    load = partial(evaluation_loader, opened, images, batch=batch)
     return Subject(network, transform(opened.config.data), images.labels, len(images.classes), opened.seed, load)
 
 
@@ -134,9 +120,9 @@ class Rotation:
 
     manipulation: str
 
-    def __call__(self, subject: Subject, ended: BatchEnded) -> Numbers:
+    def __call__(self, subject: Subject) -> Numbers:
         turned = replace(subject.transform, manipulation=self.manipulation)
-        scores = evaluate(subject.network, subject.images(turned), ended)
+        scores = evaluate(subject.network, subject.images(turned))
         return {"top1": scores.top1, "top5": scores.top5}
 
 
@@ -189,18 +175,16 @@ class Attack:
     step: int
     steps: int
 
-    def __call__(self, subject: Subject, ended: BatchEnded) -> Numbers:
-        pixels = replace(subject.transform, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))  # exact pixels
-        images = subject.images(pixels)
-        network = OnPixels(subject.network, subject.transform).eval().to(images.device)
-        targets_N = targets(np.asarray(subject.labels), subject.classes, subject.seed).to(images.device)
-        hits, seen = torch.zeros(2, dtype=torch.int64, device=images.device), 0
-        for pixels_NCHW, labels_N in images.epoch(0):
+    def __call__(self, subject: Subject) -> Numbers:
+        pixels, device = replace(subject.transform, mean=(0.0,) * 3, std=(1.0,) * 3), next(subject.network.parameters()).device
+        network = OnPixels(subject.network, subject.transform).eval().to(device)
+        targets_N = targets(np.asarray(subject.labels), subject.classes, subject.seed).to(device)
+        hits, seen = torch.zeros(2, dtype=torch.int64, device=device), 0
+        for pixels_NCHW, labels_N in subject.images(pixels):
             wanted_N = targets_N[seen : seen + len(labels_N)]  # validation keeps the order of the dataset
             seen += len(labels_N)
             predicted_N = predictions(network, self.attacked(network, pixels_NCHW, wanted_N))
             hits += torch.stack(((predicted_N == wanted_N).sum(), (predicted_N == labels_N).sum()))
-            ended()
         success, top1 = (100 * hits.double() / seen).tolist()
         return {"success": success, "top1": top1}
 

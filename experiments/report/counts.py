@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import san
 from experiments.config.config import ModelConfig, merged, model_errors
@@ -70,11 +69,6 @@ def _counted(models: Mapping[str, ModelConfig], size: int, printed: Mapping[str,
     if wrong:
         raise UserError("\n".join(wrong))
     return [Counted(name, count(model.spec(), size), printed.get(name, NOT_PRINTED)) for name, model in models.items()]
-
-
-def as_objects(lines: Iterable[Counted]) -> list[dict[str, Any]]:
-    """Plain values, for JSON."""
-    return [{"id": line.id} | asdict(line.counts) for line in lines]
 
 
 def as_text(lines: Iterable[Counted], stages: bool) -> str:

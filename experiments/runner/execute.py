@@ -113,7 +113,6 @@ def _train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) ->
             results = known_results(grid_run)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(grid_run, results, trial)}
             prepare(grid_run)
-            grid_run.tracker.begin()
             outcomes = _train_claimed(grid_run, claimed, claim, results, cluster.at_loss, start)
             _conclude(grid_run, "trained", outcomes, missing, start)
             for key, outcome in outcomes.items():
@@ -186,7 +185,6 @@ def _measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | 
             retry(lambda: grid_run.tracker.add(task.run_id, metrics))
 
         prepare(grid_run)
-        grid_run.tracker.begin()
         progress = MeasureProgress(tasks, keep, sys.stderr, live=not grid_run.request.serial)
         errors = UserError, DataError, CheckpointError
         mark_interrupted = functools.partial(_mark_interrupted, grid_run, ())

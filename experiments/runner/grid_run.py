@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster import Placement
@@ -95,8 +94,10 @@ def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
     workspace.store.check()
     grid, seeds = request.grid, request.seeds
     name, expanded = profile_path(request.profile).stem, expand(request, table_names())
-    _require_rows(grid, request.only, expanded.configs)
     configs = expanded.configs
+    for row in request.only:
+        if row not in configs:
+            raise UserError(f"--only {row}: {grid} has no such row; {choices('rows', row, configs)}")
     if not writes:
         configs = {row: config.model_copy(update={"data": without_writing(config.data)}) for row, config in configs.items()}
     # Once for the rows that differ in nothing that a loader looks at.
@@ -107,7 +108,7 @@ def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
         except UserError as error:
             which = f"row {row}: " if len(apart) > 1 else ""
             raise UserError(f"{grid}: {which}{error}") from None
-    digests = {init: init_digest(init, request.runs) for init in {config.recipe.init for config in configs.values()}}
+    digests = {init: init_digest(init, workspace) for init in {config.recipe.init for config in configs.values()}}
     trials = tuple(
         Trial(grid.stem, name, row.id, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)
         for row in expanded.grid.rows
@@ -118,13 +119,6 @@ def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
         if scaling is not None:
             print_status(scaling)
     return GridRun(request, grid.stem, name, expanded.grid, trials, expanded.full_size, workspace)
-
-
-def _require_rows(path: Path, only: Sequence[str], rows: Collection[str]) -> None:
-    """Raises UserError if the grid lacks a row."""
-    for row in only:
-        if row not in rows:
-            raise UserError(f"--only {row}: {path} has no such row; {choices('rows', row, rows)}")
 
 
 def check_init(grid_run: GridRun, trials: Iterable[Trial]) -> None:
@@ -139,7 +133,7 @@ def check_init(grid_run: GridRun, trials: Iterable[Trial]) -> None:
     for (_, data, init), row in tuned.items():
         classes = open_data(data)[0].classes
         try:
-            done.append(initialize(configs[row].model.spec().build(len(classes)), init, None, request.runs, classes))
+            done.append(initialize(configs[row].model.spec().build(len(classes)), init, None, grid_run.workspace, classes))
         except UserError as error:
             raise UserError(f"{request.grid}: row {row}: {error}") from None
     for text in dict.fromkeys(done):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -15,9 +15,9 @@ from experiments.config.grid import ProtocolName, Trial
 from experiments.config.imports import import_sources
 from experiments.errors import UserError
 from experiments.evaluation.evaluate import open_checkpoint, open_images
-from experiments.evaluation.robustness import PROTOCOLS, BatchEnded, Condition, Numbers, measured, percentages
+from experiments.evaluation.robustness import PROTOCOLS, Condition, Numbers, measured, percentages
 from experiments.runner.progress import SECONDS_BETWEEN_LINES, Display, counting
-from experiments.runs.workspace import Workspace
+from experiments.runs.workspace import Workspace, open_store
 from experiments.training.checkpoint import CHECKPOINT, last_of, resolve_checkpoint
 from experiments.training.trainer import trial_log
 
@@ -55,23 +55,24 @@ def measure_trial(task: MeasureTask, report: ReportFn) -> None:
         )
     with trial_log(workspace, task.trial, rank=0):
         opened = replace(open_checkpoint(checkpoint), config=config)
-        indices = {condition.name: float(index) for index, condition in enumerate(task.conditions)}
+        images = open_images(opened)
+        for index, condition in enumerate(task.conditions):
+            numbers = measured(opened, images, condition, _reporting(report, index, opened.batch / len(images)))
+            report({"condition": float(index), **condition.metrics(numbers)})
 
-        @contextmanager
-        def shown(name: str, images: int, batch: int) -> Iterator[Callable[[], None]]:
-            done, reported_at = 0, time.monotonic()
 
-            def ended() -> None:
-                nonlocal done, reported_at
-                done = min(done + batch, images)
-                if time.monotonic() - reported_at >= SECONDS_BETWEEN_LINES:
-                    reported_at = time.monotonic()
-                    report({"condition": indices[name], "done": done / images})
+def _reporting(report: ReportFn, index: int, per_batch: float) -> Callable[[], None]:
+    """Reports the finished fraction of a condition from time to time, when called after each batch."""
+    done, reported_at = 0.0, time.monotonic()
 
-            yield ended
+    def ended() -> None:
+        nonlocal done, reported_at
+        done += per_batch
+        if time.monotonic() - reported_at >= SECONDS_BETWEEN_LINES:
+            reported_at = time.monotonic()
+            report({"condition": float(index), "done": min(done, 1.0)})
 
-        for condition, numbers in measured(opened, open_images(opened), task.conditions, shown):
-            report({"condition": indices[condition.name], **condition.metrics(numbers)})
+    return ended
 
 
 class MeasureProgress:
@@ -149,18 +150,15 @@ def measure_all(
         raise UserError(f"{twice[0]}: given more than once; give each checkpoint once")
     ours: dict[str, list[dict[str, Numbers]]] = {}
     with ExitStack() as reached:
-        paths = {name: reached.enter_context(resolve_checkpoint(name, runs))[0] for name in names}
+        paths = {name: reached.enter_context(resolve_checkpoint(name, open_store(runs)))[0] for name in names}
         for path in paths.values():
             open_images(open_checkpoint(path, overrides, profile), split)
         for name, path in paths.items():
             opened = open_checkpoint(path, overrides, profile)  # again: they may be too many for the memory
             images, by_condition = open_images(opened, split), {}
-
-            def shown(condition: str, images: int, batch: int, name: str = name) -> AbstractContextManager[BatchEnded]:
-                return counting(f"{name} {condition}", -(-images // batch), "batches")
-
-            for condition, numbers in measured(opened, images, PROTOCOLS[protocol].conditions, shown):
-                by_condition[condition.name] = numbers
+            for condition in PROTOCOLS[protocol].conditions:
+                with counting(f"{name} {condition.name}", -(-len(images) // opened.batch), "batches") as count:
+                    numbers = by_condition[condition.name] = measured(opened, images, condition, count)
                 print(f"{name} {condition.name}: {percentages(numbers)}", file=sys.stderr, flush=True)
             ours[name if opened.row is None else f"{opened.row} ({name})"] = [by_condition]
     return ours

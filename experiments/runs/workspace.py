@@ -33,11 +33,6 @@ class Workspace:
         return self.store.folder
 
     @property
-    def address(self) -> str:
-        """The folder or the address of the store, for `open_store`."""
-        return str(self.runs if self.store.shared else self.store)
-
-    @property
     def artifacts(self) -> Path:
         """The folder of MLflow's files if its database is in the store."""
         return self.runs / "artifacts"
@@ -91,23 +86,30 @@ def open_store(runs: str | Path | None = None) -> Store:
 
 
 def open_workspace(runs: str | Path | None = None) -> Workspace:
-    """`open_store`, tracked at `MLFLOW_TRACKING_URI`, or in a database in the store's folder; makes no request.
+    """`open_store` and its `tracking_uri`; makes no request.
 
     Raises:
-        UserError: an address is not valid or contains a password, or runs are stored in a bucket without a tracking server.
+        UserError: as these two.
     """
     store = open_store(runs)
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
-    if uri:
+    return Workspace(store, tracking_uri(store))
+
+
+def tracking_uri(store: Store) -> str:
+    """MLflow's address: `MLFLOW_TRACKING_URI`, or a database in the store's folder.
+
+    Raises:
+        UserError: the address contains a password, or runs are stored in a bucket without a tracking server.
+    """
+    if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         require_no_secret(uri)
-    elif not store.shared:
+        return uri
+    if not store.shared:
         raise UserError(
             f"--runs {store}: MLflow's database cannot be in a bucket; set MLFLOW_TRACKING_URI to an `mlflow server`, for "
             "example http://server:5000"
         )
-    return Workspace(
-        store, uri or "sqlite:///" + re.sub("[%?#]", lambda special: quote(special[0]), str(store.folder / "mlflow.db"))
-    )
+    return "sqlite:///" + re.sub("[%?#]", lambda special: quote(special[0]), str(store.folder / "mlflow.db"))
 
 
 def has_runs(uri: str) -> bool:

@@ -50,7 +50,8 @@ class Tracker:
         self.client = open_client(uri)
 
     def prepare(self, grid: Grid, artifacts: Path) -> None:
-        """Creates the database, the experiment and the parent run if they are missing. Must precede all writes of workers.
+        """Creates the database, the experiment and the parent run if they are missing, and marks this run as running. Must
+        precede all writes of workers.
 
         `artifacts` is the folder of a local database's artifacts, which may have been moved.
 
@@ -62,17 +63,13 @@ class Tracker:
             if self._existing_experiment() is None:
                 local = self.uri.startswith("sqlite")
                 self.client.create_experiment(self.grid, artifact_location=artifacts.as_uri() if local else None)
-            if self._parent() is not None:
+            if (parent := self._parent()) is not None:
+                self.client.update_run(parent.info.run_id, status="RUNNING")
                 return
             tags = {"mlflow.runName": f"{self.grid}-{self.profile}", "san.grid": self.grid, "san.profile": self.profile}
             note = f"{grid.question} Table `{grid.table}` of the paper." if grid.table else grid.question
             tags |= {"san.role": "grid", "mlflow.note.content": note}
             self.client.create_run(self._experiment().experiment_id, tags=tags)
-
-    def begin(self) -> None:
-        """Marks the parent run as running; after `prepare`."""
-        with usable(self.uri):
-            self.client.update_run(self._require_parent().info.run_id, status="RUNNING")
 
     def results(self) -> dict[str, Result]:
         """Runs of trials by content hash.
@@ -157,7 +154,8 @@ class Tracker:
             TrialRun(self.uri, self.client, run_id).add(values)
 
     def log_report(self, files: Iterable[Path], folder: str | None, complete: bool) -> None:
-        """Uploads report files to the parent run, into a folder of its artifacts if one is named, and ends this run."""
+        """Uploads report files to the parent run, into a folder of its artifacts if one is named, and ends this run: as failed
+        unless the last command is complete."""
         with usable(self.uri):
             run_id = self._require_parent().info.run_id
             for file in files:

@@ -26,7 +26,7 @@ from experiments.errors import UserError
 from experiments.runs.claims import Claim, claim_trial
 from experiments.runs.store import LocalStore, StorageError, Store, is_uri
 from experiments.runs.summary import Epoch, best_of
-from experiments.runs.workspace import checkpoint_folder, has_runs, is_bucket, open_store, open_workspace
+from experiments.runs.workspace import checkpoint_folder, has_runs, is_bucket, open_store, tracking_uri
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import RunningEpoch
 from san.models import checkpoint as model_files
@@ -304,12 +304,12 @@ CHECKPOINT = (
 
 
 @contextmanager
-def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Path, str | None]]:
+def resolve_checkpoint(name: str, store: Store, tracked_at: str | None = None) -> Iterator[tuple[Path, str | None]]:
     """Finds the local file or folder of a checkpoint by its path, URI, key, run id in MLflow, registered model
     (`models:/NAME/VERSION` or `models:/NAME@ALIAS`), or the name of a network whose weights the package contains.
 
     A checkpoint in a bucket is downloaded for the duration of the block and comes with its URI; in a folder there, the best
-    epoch is chosen. `runs` is the store, as in `open_workspace`.
+    epoch is chosen. `store` holds the trials, and `tracked_at` is MLflow's address, by default that of `tracking_uri`.
 
     Raises:
         UserError: there is no such checkpoint, run or model, or MLflow cannot be used.
@@ -321,7 +321,7 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
     if name in pretrained.included() and not os.path.exists(name):
         yield pretrained.WEIGHTS_DIR / name, None
         return
-    store, asked = open_store(runs), _key_in_mlflow(name, runs) or name
+    asked = _key_in_mlflow(name, store, tracked_at) or name
     if re.fullmatch(KEY, asked) and not os.path.exists(asked):
         if store.shared and not (store.folder / checkpoint_folder(asked)).is_dir():
             raise UserError(
@@ -345,12 +345,12 @@ def resolve_checkpoint(name: str, runs: str | Path | None) -> Iterator[tuple[Pat
         yield path, opened.uri(file) if file else str(opened)
 
 
-def _key_in_mlflow(name: str, runs: str | Path | None) -> str | None:
+def _key_in_mlflow(name: str, store: Store, tracked_at: str | None) -> str | None:
     """The key of the trial if the name is a run id or a registered model; otherwise None."""
     is_run = re.fullmatch(RUN_ID, name) and not os.path.exists(name)
     if not is_run and not name.startswith("models:/"):
         return None
-    uri = open_workspace(runs).tracking_uri
+    uri = tracked_at or tracking_uri(store)
     if not has_runs(uri):
         raise UserError(f"{name}: no runs in {uri} yet; choose another store with --runs or MLFLOW_TRACKING_URI")
     from experiments.tracking.listing import trial_key  # imports MLflow

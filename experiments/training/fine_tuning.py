@@ -12,6 +12,7 @@ from pathlib import Path
 from experiments.config.config import PROJECT_DIR
 from experiments.config.grid import is_checkpoint_name
 from experiments.errors import UserError
+from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import CHECKPOINT, Checkpoint, read_checkpoint, resolve_checkpoint, weights_file
 from san.models import checkpoint, released
 from san.models.base import BaseModel, ModelSpec
@@ -20,27 +21,27 @@ FREE = ("name", "footprint")
 """Fields of a spec in which a trial may differ from its file."""
 
 
-def init_digest(init: str | None, runs: str | Path | None) -> str:
+def init_digest(init: str | None, workspace: Workspace) -> str:
     """16 hexadecimal digits of a hash of the file with the weights of `recipe.init`; empty without initial weights. A key names
-    a trial in the store `runs`.
+    a trial in the workspace.
 
     Raises:
         UserError: there is no such checkpoint, or it cannot be read.
     """
     if init is None:
         return ""
-    with _weights(init, runs) as file:
+    with _weights(init, workspace) as file:
         return _digest(file)
 
 
-def initialize(model: BaseModel, init: str, digest: str | None, runs: str | Path | None, classes: Sequence[str]) -> str:
+def initialize(model: BaseModel, init: str, digest: str | None, workspace: Workspace, classes: Sequence[str]) -> str:
     """Loads the weights of `recipe.init`, except the classifier if it is for other classes than these. Returns a sentence about
     it. `digest` is that of the file when the trial was planned; None if it has just been computed.
 
     Raises:
         UserError: the weights have another digest, are of another model, or there are none.
     """
-    with _weights(init, runs) as file:
+    with _weights(init, workspace) as file:
         if digest is not None and _digest(file) != digest:
             raise UserError("changed since the trial was started; restore the file, or start the grid again")
         source = _read(file, model.spec)
@@ -67,12 +68,12 @@ def initialize(model: BaseModel, init: str, digest: str | None, runs: str | Path
 
 
 @contextmanager
-def _weights(init: str, runs: str | Path | None) -> Iterator[Path]:
+def _weights(init: str, workspace: Workspace) -> Iterator[Path]:
     """The file with the weights of `recipe.init`: of a trial, those of its best epoch. Errors in the block name `init`."""
     path = PROJECT_DIR / init
     named = init if is_checkpoint_name(init) and not os.path.lexists(path) else str(path)
     try:
-        with resolve_checkpoint(named, runs) as (found, _):
+        with resolve_checkpoint(named, workspace.store, workspace.tracking_uri) as (found, _):
             yield weights_file(found)
     except OSError as error:
         raise UserError(

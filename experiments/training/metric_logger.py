@@ -6,7 +6,7 @@ import logging
 import queue
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from experiments.config.grid import Trial
 from experiments.runs.store import PAUSE
@@ -32,7 +32,7 @@ class AsyncMetricLogger:
     and timestamp, so a request whose answer was lost can be repeated.
 
     Args:
-        tracker: opens the tracker; called in the thread.
+        tracking_uri: MLflow's address.
         trial: the trial.
         complexity, tags: parameters, FLOPs and tags of the run.
         images: number of images in a training epoch.
@@ -41,14 +41,14 @@ class AsyncMetricLogger:
 
     def __init__(
         self,
-        tracker: Callable[[], Tracker],
+        tracking_uri: str,
         trial: Trial,
         complexity: Complexity,
         tags: Mapping[str, str],
         images: int,
         resumed: bool,
     ) -> None:
-        self.tracker, self.trial, self.complexity, self.tags = tracker, trial, complexity, tags
+        self.tracking_uri, self.trial, self.complexity, self.tags = tracking_uri, trial, complexity, tags
         self.images, self.resumed = images, resumed
         self._run: TrialRun | None = None
         self._logged: Set[int] | None = None  # epochs that MLflow has; None: ask
@@ -116,7 +116,7 @@ class AsyncMetricLogger:
         return True
 
     def _open(self) -> TrialRun:
-        run = self.tracker().open(self.trial, self.resumed)
+        run = Tracker(self.tracking_uri, self.trial.grid, self.trial.profile).open(self.trial, self.resumed)
         with usable(run.uri):
             run.describe(self.trial, self.complexity)
             run.tag(self.tags)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -99,21 +99,22 @@ class Accuracy:
         return Scores(loss / images, 100 * top1 / images, 100 * top5 / images, int(images), confusion)
 
 
-class Batches(Protocol):
-    """Images and labels on a device, as a `Loader` has them."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def epoch(self, number: int) -> Iterator[tuple[Tensor, Tensor]]: ...
+Batches = Iterable[tuple[Tensor, Tensor]]
+"""Images and labels."""
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Batches, step_ended: Callable[[], None]) -> Scores:
-    """`Accuracy.over_workers` of a whole split; `step_ended` is called after each batch."""
+def evaluate(model: nn.Module, batches: Batches) -> Scores:
+    """`Accuracy.over_workers` of a whole split, which is on the model's device."""
     model.eval()
-    accuracy = Accuracy(batches.device)
-    for images_NCHW, labels_N in batches.epoch(0):
+    accuracy = Accuracy(next(model.parameters()).device)
+    for images_NCHW, labels_N in batches:
         accuracy.add(model(images_NCHW), labels_N)
-        step_ended()
     return accuracy.over_workers()
+
+
+def after_each(batches: Batches, ended: Callable[[], None]) -> Batches:
+    """The same batches; calls `ended` when the work with each is done."""
+    for batch in batches:
+        yield batch
+        ended()

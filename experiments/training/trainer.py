@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import torch
@@ -33,7 +32,7 @@ from experiments.training.device import compute_tags, explain_oom, prepare_cpu, 
 from experiments.training.engine import Engine, join_process_group, numerics
 from experiments.training.fine_tuning import initialize
 from experiments.training.images import loaders
-from experiments.training.metrics import RunningEpoch, evaluate
+from experiments.training.metrics import RunningEpoch, after_each, evaluate
 from experiments.training.recipe import balancing_weights
 from experiments.training.reporter import ProgressReporter, Watchdog
 from pipelines import Loader
@@ -146,7 +145,7 @@ class Trainer:
         if config.recipe.drop_path:  # a model of the user may have rates of its own
             model.set_drop_rates(drop_path_rate=config.recipe.drop_path)
         if config.recipe.init is not None:
-            _log.info(initialize(model, config.recipe.init, trial.init_digest, workspace.address, classes))
+            _log.info(initialize(model, config.recipe.init, trial.init_digest, workspace, classes))
         self.complexity, self.tags = san.complexity(model, config.data.size), compute_tags(config.engine, device)
         if config.recipe.scaling is not None and rank == 0:
             _log.info(config.recipe.scaling)
@@ -262,7 +261,7 @@ class Trainer:
         recipe, finished, images = self.trial.config.recipe, running.number + 1, len(self.train.dataset)
         if finished % recipe.validate_every_n_epochs and finished != recipe.epochs:
             return running.finished(images, None)
-        scores = evaluate(self.engine.model, self.val, self.watchdog.step_ended)
+        scores = evaluate(self.engine.model, after_each(self.val.epoch(0), self.watchdog.step_ended))
         if not math.isfinite(scores.loss):
             raise FloatingPointError(f"non-finite validation loss after epoch {running.number}")
         epoch = running.finished(images, scores)
@@ -342,12 +341,10 @@ class Trainer:
             )
 
     def _open_logger(self, resumed: bool) -> AsyncMetricLogger:
-        # These import MLflow, which other users of this module do not need.
-        from experiments.tracking.tracker import Tracker
-        from experiments.training.metric_logger import AsyncMetricLogger
+        from experiments.training.metric_logger import AsyncMetricLogger  # imports MLflow, which others do not need
 
-        tracker = partial(Tracker, self.workspace.tracking_uri, self.trial.grid, self.trial.profile)
-        return AsyncMetricLogger(tracker, self.trial, self.complexity, self.tags, len(self.train.dataset), resumed)
+        uri, images = self.workspace.tracking_uri, len(self.train.dataset)
+        return AsyncMetricLogger(uri, self.trial, self.complexity, self.tags, images, resumed)
 
     def _best(self) -> Checkpoint | None:
         """The checkpoint whose weights are registered."""

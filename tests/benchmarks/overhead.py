@@ -184,6 +184,7 @@ def _peak() -> float:
 
 def in_sweep(function: Callable[..., None], folder: Path, profile: str, overrides: Sequence[str]) -> tuple[Trial, Any]:
     """Trains the trial as `san run` does. Returns it, and what its first worker has written."""
+    from cluster.session import session
     from cluster.sweep import sweep
     from experiments.runner.grid_run import open_grid_run
     from experiments.runner.progress import Progress
@@ -194,7 +195,8 @@ def in_sweep(function: Callable[..., None], folder: Path, profile: str, override
     trial = next(trial for trial in grid_run.trials if trial.row == ROW)
     progress = Progress({trial.key: trial.name}, {trial.key: trial.config.recipe.epochs}, sys.stderr)
     train = functools.partial(function, folder / "result.json", grid_run.workspace)
-    sweep(train, {trial.key: trial}, grid_run.placement, storage=folder / "sweep", observer=progress)
+    with session():
+        sweep(train, {trial.key: trial}, grid_run.placement, storage=folder / "sweep", observer=progress)
     return trial, json.loads((folder / "result.json").read_text())
 
 

@@ -23,7 +23,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
@@ -89,30 +88,20 @@ def training_batches(part: Part, settings: Transform, batch: int) -> Iterator[Pa
         yield normalized(cut, settings), labels_N[chosen_B]
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
+def batches(part: Part, settings: Transform) -> Iterator[Part]:
     """The images of a part in their order."""
-
-    part: Part
-    settings: Transform
-
-    @property
-    def device(self) -> torch.device:
-        return self.part[1].device
-
-    def epoch(self, number: int) -> Iterator[Part]:
-        for images_NCHW, labels_N in zip(*(x.split(500) for x in self.part), strict=True):
-            yield MANIPULATIONS[self.settings.manipulation](normalized(images_NCHW, self.settings)), labels_N
+    for images_NCHW, labels_N in zip(*(x.split(500) for x in part), strict=True):
+        yield MANIPULATIONS[settings.manipulation](normalized(images_NCHW, settings)), labels_N
 
 
 def robustness(checkpoint: Checkpoint, part: Part, settings: Transform) -> dict[str, float]:
     """The numbers of all protocols by their names in the tracker."""
     network = fold(checkpoint.model()).to(part[1].device)
     classes, seed = len(checkpoint.origin.classes), checkpoint.origin.seed
-    subject = Subject(network, settings, part[1].tolist(), classes, seed, partial(Batches, part))
+    subject = Subject(network, settings, part[1].tolist(), classes, seed, partial(batches, part))
     metrics: dict[str, float] = {}
     for condition in (one for protocol in PROTOCOLS.values() for one in protocol.conditions):
-        metrics |= condition.metrics(condition.measure(subject, lambda: None))
+        metrics |= condition.metrics(condition.measure(subject))
     return metrics
 
 
@@ -152,7 +141,7 @@ class Trainer:
             running.loss, running.hits = sums_2.tolist()
             running.seconds = time.perf_counter() - began
             is_due = (number + 1) % recipe.validate_every_n_epochs == 0 or number + 1 == recipe.epochs
-            scores = evaluate(engine.model, Batches(held_out, settings), lambda: None) if is_due else None
+            scores = evaluate(engine.model, batches(held_out, settings)) if is_due else None
             history.append(running.finished(len(training), scores))
             print(trial.name, history[-1], flush=True)
         origin = Origin(

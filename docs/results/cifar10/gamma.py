@@ -16,8 +16,8 @@ import san
 from experiments.config.imports import import_files
 from experiments.evaluation.evaluate import open_checkpoint
 from experiments.training.images import open_data, transform
-from experiments.training.metrics import evaluate
-from tests.gpu.study import Batches, load
+from experiments.training.metrics import Batches, evaluate
+from tests.gpu import study
 
 Hook = Callable[[nn.Module, Any, Tensor], Tensor | None]
 
@@ -25,7 +25,7 @@ Hook = Callable[[nn.Module, Any, Tensor], Tensor | None]
 def top1(model: nn.Module, batches: Batches, hooks: dict[nn.Module, Hook]) -> float:
     handles = [module.register_forward_hook(hook) for module, hook in hooks.items()]
     with torch.no_grad():
-        found = evaluate(model, batches, lambda: None).top1
+        found = evaluate(model, batches).top1
     for handle in handles:
         handle.remove()
     return found
@@ -35,8 +35,8 @@ def main() -> None:
     import_files(Path(__file__).with_name(name) for name in ("weights.py", "start.py"))
     opened = open_checkpoint(Path(sys.argv[1]))
     model, settings = opened.model, transform(opened.config.data)
-    images = load(open_data(opened.config.data)[1], settings.size, 0, torch.device("cpu"))
-    batches = Batches(images, settings)
+    images = study.load(open_data(opened.config.data)[1], settings.size, 0, torch.device("cpu"))
+    batches = list(study.batches(images, settings))
     layers = [layer for layer in model.modules() if isinstance(layer, san.PairwiseAttention)]
     outputs: dict[nn.Module, list[Tensor]] = {layer.gamma: [] for layer in layers}
 

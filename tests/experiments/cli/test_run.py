@@ -128,6 +128,8 @@ def test_report_in_mlflow_is_current(open_text: OpenGrid, trained: list[str], mo
         train(*arguments, **options)
 
     monkeypatch.setattr(execute, "run_trial", recording)
+    assert run(replace(grid_run.request, only=("a",)), None)
+    assert reported_in_mlflow(grid_run)[0] == "FINISHED"
     assert run(grid_run.request, None)
     assert before == ["RUNNING", "RUNNING"]
     status, files = reported_in_mlflow(grid_run)

@@ -43,13 +43,16 @@ def test_uploads_only_the_packages_and_the_grid(tmp_path: Path, monkeypatch: pyt
         ("digits", ["recipe.epoch=1"], None, "recipe.epoch"),
         ("digits", [], "runs", "--runs runs: a relative path"),
         ("imagenet", [], None, r"data\.root=data/imagenet: a relative path"),
+        ("mine.yaml", [], None, "data.root=images: a relative path"),
         ("digits", ["recipe.init=weights.pt"], None, r"recipe\.init=weights\.pt: a relative path"),
         ("digits", ["data.lists=lists"], None, r"data\.lists=lists: a relative path"),
     ],
 )
 def test_finds_errors_before_uploading(
-    profile: str, overrides: list[str], runs: str | None, message: str, tmp_path: Path
+    profile: str, overrides: list[str], runs: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text("extends: folder\ndata: {root: images}\n")
     grid = tmp_path / "small.yaml"
     grid.write_text(GRID)
     submit.check(GridRequest(grid, "imagenet", ("data.root=/images",), "/runs"))

@@ -33,6 +33,7 @@ from experiments.evaluation.evaluate import (
 )
 from experiments.runner import progress
 from experiments.runs.store import LocalStore
+from experiments.runs.workspace import open_store
 from experiments.training.checkpoint import Checkpoint, best_in, resolve_checkpoint
 from experiments.training.engine import validated_weights
 from experiments.training.images import transform
@@ -246,7 +247,7 @@ def test_rejects_runs_whose_checkpoints_are_elsewhere(
 def test_existing_file_takes_precedence_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "0123456789ab").write_text("")
-    with resolve_checkpoint("0123456789ab", tmp_path) as (path, _):
+    with resolve_checkpoint("0123456789ab", open_store(tmp_path)) as (path, _):
         assert path == Path("0123456789ab")
 
 

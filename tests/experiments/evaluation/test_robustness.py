@@ -80,7 +80,7 @@ def test_batch_size_changes_results_only_by_rounding(measure: Measure, trained: 
     found = opened(trained)
     found.model.double().register_forward_pre_hook(lambda model, inputs: (inputs[0].double(),))
     images = open_images(found)
-    numbers = [measure(subject_of(found, images, batch), lambda: None) for batch in (7, 64, 120)]
+    numbers = [measure(subject_of(found, images, batch)) for batch in (7, 64, 120)]
     assert numbers[0] == numbers[1] == numbers[2]
 
 
@@ -88,14 +88,14 @@ def test_batch_size_changes_results_only_by_rounding(measure: Measure, trained: 
 def test_rotation_measures_accuracy_on_rotated_images(manipulation: str, trained: Trained) -> None:
     network, pixels, labels, _ = pixels_of(trained)
     answers = predictions(network, MANIPULATIONS[manipulation](pixels))
-    found = Rotation(manipulation)(subject(trained, 64), lambda: None)
+    found = Rotation(manipulation)(subject(trained, 64))
     assert found["top1"] == pytest.approx(100 * (answers == labels).double().mean().item(), abs=1e-9)
     assert found["top5"] >= found["top1"]
 
 
 def test_undisturbed_accuracy_equals_validation(trained: Trained) -> None:
     metrics = trained.result.metrics
-    numbers = PROTOCOLS["rotation"].conditions[0].measure(subject(trained, 64), lambda: None)
+    numbers = PROTOCOLS["rotation"].conditions[0].measure(subject(trained, 64))
     assert (numbers["top1"], numbers["top5"]) == (metrics["val/top1"], metrics["val/top5"])
 
 
@@ -256,7 +256,7 @@ def test_attack_matches_foolbox(attack: Attack, trained: Trained) -> None:
 def test_success_and_accuracy_are_shares_of_all_images(trained: Trained) -> None:
     """In several batches; rounding can change the class of an image."""
     network, pixels, labels, wanted = pixels_of(trained)
-    found = LARGE(subject(trained, 50), lambda: None)
+    found = LARGE(subject(trained, 50))
     answers = predictions(network, LARGE.attacked(network, pixels, wanted))
     for name, right in (("success", wanted), ("top1", labels)):
         assert found[name] == pytest.approx(100 * (answers == right).double().mean().item(), abs=1)

@@ -89,7 +89,7 @@ def test_best_weights_are_registered(open_small_grid: OpenGrid, monkeypatch: pyt
 def finish(grid_run: GridRun, best: Checkpoint, resumed: bool = False, number: int = 1) -> None:
     """Ends the run of one of the grid's trials as its training does, with these weights."""
     trial = grid_run.trials[number]
-    logger = AsyncMetricLogger(lambda: grid_run.tracker, trial, Complexity(1, 2, 3, ()), {}, 100, resumed)
+    logger = AsyncMetricLogger(grid_run.workspace.tracking_uri, trial, Complexity(1, 2, 3, ()), {}, 100, resumed)
     logger.log(best.history)
     logger.finish(best, None, PATIENCE)
     assert grid_run.tracker.results()[trial.key].finished

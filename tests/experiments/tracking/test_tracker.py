@@ -56,10 +56,10 @@ def test_preparing_twice_creates_one_parent_run(open_small_grid: OpenGrid) -> No
     child = grid_run.tracker.open(grid_run.trials[0])
     tags = grid_run.tracker.client.get_run(child.run_id).data.tags
     assert tags["mlflow.parentRunId"] == parents[0].info.run_id
-    grid_run.tracker.begin()
-    assert grid_run.tracker.client.get_run(parents[0].info.run_id).info.status == "RUNNING"
     grid_run.tracker.interrupted([])
-    assert grid_run.tracker.client.get_run(parents[0].info.run_id).info.status == "KILLED"
+    assert runs_of(grid_run, "grid")[0].info.status == "KILLED"
+    grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.runs / "artifacts")
+    assert runs_of(grid_run, "grid")[0].info.status == "RUNNING"
 
 
 def test_finished_trials_are_found_by_all_grids(open_small_grid: OpenGrid) -> None:

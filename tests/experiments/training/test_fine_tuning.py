@@ -16,6 +16,7 @@ from experiments.errors import UserError
 from experiments.runner.execute import execute
 from experiments.runner.grid_run import open_grid_run
 from experiments.runner.plan import plan
+from experiments.runs.workspace import Workspace, open_workspace
 from experiments.training.checkpoint import Checkpoint
 from experiments.training.fine_tuning import init_digest, initialize
 from experiments.training.trainer import run_trial
@@ -34,8 +35,11 @@ def network(seed: int, classes: int = 10, name: str = "san10_pairwise", **fields
     return san.create_model(name, num_classes=classes, **FIELDS | fields)
 
 
-def started(model: BaseModel, init: Path | str, runs: Path | None = None, classes: Sequence[str] = tuple("0123456789")) -> str:
-    return initialize(model, str(init), init_digest(str(init), runs), runs, classes)
+def started(
+    model: BaseModel, init: Path | str, workspace: Workspace | None = None, classes: Sequence[str] = tuple("0123456789")
+) -> str:
+    workspace = workspace or open_workspace()
+    return initialize(model, str(init), init_digest(str(init), workspace), workspace, classes)
 
 
 def equal(one: BaseModel, other: BaseModel, except_for: str = "none") -> bool:
@@ -53,12 +57,12 @@ def test_takes_weights_from_our_files_and_from_those_of_the_authors(
     assert equal(mine, theirs)
 
 
-def test_takes_the_weights_of_a_trial(trained: Trained) -> None:
-    """From its file, its folder (the best epoch), or by its key or run."""
-    runs = trained.grid_run.workspace.runs
+def test_takes_the_weights_of_a_trial(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its file, its folder (the best epoch), or by its key or run, also on a node that does not know the tracker."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     for init in (trained.folder / trained.best.name, trained.folder, trained.trial.key, trained.result.run_id):
         mine = network(2)
-        started(mine, init, runs)
+        started(mine, init, trained.grid_run.workspace)
         assert equal(mine, trained.best.model()), init
 
 
@@ -130,12 +134,12 @@ def test_rejects_weights_of_another_model(fields: dict[str, Any], message: str, 
 
 def test_rejects_files_that_are_missing_changed_or_run_code(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.pt: .*No such file"):
-        init_digest(str(tmp_path / "none.pt"), None)
+        init_digest(str(tmp_path / "none.pt"), open_workspace())
     torch.save({"state_dict": network}, tmp_path / "code.pt")
     with pytest.raises(UserError, match=r"code\.pt: .*would run code"):
         started(network(2), tmp_path / "code.pt")
     with pytest.raises(UserError, match="changed since"):
-        initialize(network(2), str(tmp_path / "code.pt"), "another digest", None, ())
+        initialize(network(2), str(tmp_path / "code.pt"), "another digest", open_workspace(), ())
 
 
 def test_frozen_parts_keep_weights_and_statistics(

@@ -23,7 +23,7 @@ HISTORY = tuple(replace(EPOCH, epoch=number, top1=10.0 * number, ended=1000 + nu
 
 def open_logger(grid_run: GridRun, resumed: bool = False) -> AsyncMetricLogger:
     """A logger of the grid's second trial."""
-    return AsyncMetricLogger(lambda: grid_run.tracker, grid_run.trials[1], Complexity(1, 2, 3, ()), {}, 100, resumed)
+    return AsyncMetricLogger(grid_run.workspace.tracking_uri, grid_run.trials[1], Complexity(1, 2, 3, ()), {}, 100, resumed)
 
 
 def runs_are(grid_run: GridRun, *expected: tuple[str, int]) -> bool:
