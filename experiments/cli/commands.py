@@ -179,7 +179,7 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
     Example: san report experiments/grids/footprint.yaml --html footprint.html
     """
     from experiments.report.data import grid_report
-    from experiments.report.tables import tables
+    from experiments.report.tables import report_text
     from experiments.report.write import print_report, print_unfinished, write_page, write_trials
     from experiments.runner.grid_run import finished_results, known_results, open_grid_run
 
@@ -201,7 +201,7 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(record) for record in numbers.records]))
     elif form != "text":
-        click.echo(tables(numbers)[form].rstrip("\n"))
+        click.echo(report_text(numbers, form).rstrip("\n"))
         print_unfinished(grid_run, results)
     else:
         _, complete = print_report(numbers)

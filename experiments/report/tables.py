@@ -197,10 +197,12 @@ def _trial_settings(trial: Trial) -> dict[str, Any]:
     return {"key": trial.key, "trial": trial.name, "row": trial.row, "seed": trial.seed} | values
 
 
-def tables(report: GridReport) -> dict[str, str]:
-    """The grid's table in each format: text, markdown, latex, csv."""
+def report_text(report: GridReport, form: str) -> str:
+    """The grid's table as `text`, `markdown`, `latex` or `csv`."""
+    if form == "csv":
+        return csv_text(report.records)
     table = protocol_table(report.measurements) if report.measurements else grid_table(report.rows)
-    return {"text": table.text(), "markdown": table.markdown(), "latex": table.latex(), "csv": csv_text(report.records)}
+    return {"text": table.text, "markdown": table.markdown, "latex": table.latex}[form]()
 
 
 def caption(grid_run: GridRun) -> str:

@@ -14,7 +14,7 @@ from experiments.errors import UserError
 from experiments.report.data import GridReport
 from experiments.report.page import render
 from experiments.report.plots import CURVES, save_plot
-from experiments.report.tables import caption, tables, trial_table
+from experiments.report.tables import caption, report_text, trial_table
 from experiments.runner.grid_run import GridRun, finished_trials, is_done, is_finished, print_status
 from experiments.runner.plan import missing_measurements
 from experiments.runs.store import retry
@@ -25,11 +25,11 @@ from experiments.tracking import Result
 def print_report(report: GridReport, has_page: bool = False) -> tuple[list[Path], bool]:
     """Prints the table and the unfinished trials, and writes table, plot and maybe the page if the folder is writable. Returns
     the files, and whether all trials are finished."""
-    grid_run, texts = report.grid_run, tables(report)
-    print(f"\n{caption(grid_run)}\n\n{texts['text']}\n", flush=True)
+    grid_run = report.grid_run
+    print(f"\n{caption(grid_run)}\n\n{report_text(report, 'text')}\n", flush=True)
     folder = grid_run.workspace.runs / grid_run.full_name
     try:
-        files = _write_files(report, texts, folder, has_page)
+        files = _write_files(report, folder, has_page)
     except OSError as error:
         print_status(f"{folder}: cannot write the report ({error.strerror or error})")
         files = []
@@ -39,13 +39,13 @@ def print_report(report: GridReport, has_page: bool = False) -> tuple[list[Path]
     return files, print_unfinished(grid_run, report.results)
 
 
-def _write_files(report: GridReport, texts: Mapping[str, str], folder: Path, has_page: bool) -> list[Path]:
+def _write_files(report: GridReport, folder: Path, has_page: bool) -> list[Path]:
     """Writes the files of a report into a folder. Raises OSError."""
     grid_run = report.grid_run
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / "table.md", folder / "table.csv"]
-    files[0].write_text(f"{caption(grid_run)}\n\n{texts['markdown']}\n", encoding="utf-8", errors="replace")
-    files[1].write_text(texts["csv"], encoding="utf-8")
+    files[0].write_text(f"{caption(grid_run)}\n\n{report_text(report, 'markdown')}\n", encoding="utf-8", errors="replace")
+    files[1].write_text(report_text(report, "csv"), encoding="utf-8")
     if any(row.top1 is not None for row in report.rows):
         if not grid_run.grid.robustness:
             files.append(folder / "plot.png")
