@@ -21,7 +21,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -369,7 +368,9 @@ def _build_once(folder: Path, wanted: dict[str, tuple[Path, Toolchain]], retry: 
     built: dict[str, Path | BuildError] = {}
     start = time.time()
     try:
-        with _locked(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             for part, (library, toolchain) in wanted.items():
                 log = library.with_suffix(".log")
                 if library.exists():
@@ -382,14 +383,6 @@ def _build_once(folder: Path, wanted: dict[str, tuple[Path, Toolchain]], retry: 
         reason = f"cannot write to {folder} ({error}); set SAN_CACHE to a writable folder"
         built |= {part: BuildError(reason) for part in wanted.keys() - built.keys()}
     return built
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _build_aloud(part: str, library: Path, toolchain: Toolchain) -> Path | BuildError:

@@ -11,7 +11,8 @@ stall decoding. The graphs contain no random operators.
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ GPU_DECODER = {
 
 
 def reading_pipeline(batches: Callable[[], list[Bytes]], *, packed: bool, max_batch: int) -> Any:
-    """A pipeline on the CPU that reads images, for `read`.
+    """A pipeline on the CPU that reads images, for `Pipelines.read`.
 
     `batches` returns the next batch, and raises StopIteration at the end of an epoch; after `reset()`, the pipeline calls it
     again. A batch contains the bytes of file names, or the encoded images if the dataset is packed.
@@ -92,20 +93,64 @@ class Encoded(NamedTuple):
     other bytes follow), a format that has variants which DALI decodes wrongly, an animated PNG, or a huge image."""
 
 
-def read(pipeline: Any) -> Encoded:
-    """The next batch of a reading pipeline.
+class Settings(NamedTuple):
+    """The arguments of a pair of pipelines."""
 
-    Raises:
-        RuntimeError: a file is missing or has an invalid header.
-    """
-    encoded, shapes, first, last = pipeline.run()
-    first_N2, last_N2, sizes_N2 = first.as_array(), last.as_array(), np.array(shapes.as_array())[:, :2]
-    unsure_N = (first_N2 == (0xFF, 0xD8)).all(axis=1) & (last_N2 != (0xFF, 0xD9)).any(axis=1)
-    unsure_N |= sizes_N2.astype(np.float64).prod(axis=1) > MOST_PIXELS
-    others = np.flatnonzero(first_N2[:, 0] != 0xFF)
-    for index in others.tolist():
-        unsure_N[index] |= has_variants(first_N2[index].tobytes()) or is_animated_png(np.asarray(encoded.at(index)).data)
-    return Encoded(encoded, sizes_N2, unsure_N)
+    transform: Transform
+    packed: bool
+    max_batch: int
+    threads: int
+    device_id: int | None
+
+
+class Pipelines:
+    """The reading and the decoding pipeline, reused in each epoch."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        # The callbacks refer to this list instead of `self`: a reference cycle would delay freeing the pipelines' memory.
+        self._feeds = feeds = [_NOTHING, _NOTHING]
+        transform, packed, max_batch, threads, device_id = settings
+        self._reading = reading_pipeline(lambda: next(feeds[0]), packed=packed, max_batch=max_batch)
+        self._decoding = decoding_pipeline(
+            transform, lambda: next(feeds[1]), max_batch=max_batch, threads=threads, device_id=device_id
+        )
+        self.ahead = prefetch(transform, max_batch) + READ_AHEAD + 1
+        """Number of batches that may have caused an error."""
+
+    @contextmanager
+    def epoch(self, sources: Iterator[Any], batches: Iterator[Any]) -> Iterator[None]:
+        """Feeds both pipelines. The block must decode all batches."""
+        self._feeds[:] = sources, batches
+        try:
+            yield
+        finally:
+            self._feeds[:] = _NOTHING, _NOTHING
+        self._reading.reset()
+        self._decoding.reset()
+
+    def read(self) -> Encoded:
+        """The next batch of the reading pipeline.
+
+        Raises:
+            RuntimeError: a file is missing or has an invalid header.
+        """
+        encoded, shapes, first, last = self._reading.run()
+        first_N2, last_N2, sizes_N2 = first.as_array(), last.as_array(), np.array(shapes.as_array())[:, :2]
+        unsure_N = (first_N2 == (0xFF, 0xD8)).all(axis=1) & (last_N2 != (0xFF, 0xD9)).any(axis=1)
+        unsure_N |= sizes_N2.astype(np.float64).prod(axis=1) > MOST_PIXELS
+        others = np.flatnonzero(first_N2[:, 0] != 0xFF)
+        for index in others.tolist():
+            unsure_N[index] |= has_variants(first_N2[index].tobytes()) or is_animated_png(np.asarray(encoded.at(index)).data)
+        return Encoded(encoded, sizes_N2, unsure_N)
+
+    def decode(self) -> tuple[Any, ...]:
+        """The outputs for the next batch."""
+        outputs: tuple[Any, ...] = self._decoding.run()
+        return outputs
+
+
+_NOTHING: Iterator[Any] = iter(())
 
 
 def has_variants(first: bytes) -> bool:

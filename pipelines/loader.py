@@ -4,9 +4,8 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -19,6 +18,9 @@ from pipelines.datasets.dataset import Dataset
 from pipelines.errors import DataError, DecodingError, join_names
 from pipelines.resample import resampler, visible_region
 from pipelines.transform import MANIPULATIONS, CropParams, Transform, random_numbers, shifted, training_crops, validation_crops
+
+if TYPE_CHECKING:
+    from pipelines.dali import Pipelines
 
 
 def decoding_threads(cpus: int) -> int:
@@ -70,7 +72,7 @@ class Loader:
     """Time for which the consumer has waited for batches in the latest epoch."""
     _sound: set[int] = field(default_factory=set, init=False, repr=False)
     """Indices of unsure images (see `pipelines.dali.Encoded`) that are right."""
-    _idle: "_Pipelines | None" = field(default=None, init=False, repr=False, compare=False)
+    _idle: "Pipelines | None" = field(default=None, init=False, repr=False, compare=False)
     """Pipelines of the latest complete epoch, because creating pipelines takes seconds on a GPU."""
     _stream: torch.cuda.Stream | None = field(default=None, init=False, repr=False, compare=False)
     """The stream that copies batches out of DALI's memory. There is only one, because torch caches memory per stream."""
@@ -166,12 +168,14 @@ class Loader:
                 yield from self._resampled(decoded(), pipelines.settings.max_batch)
         self._idle = pipelines
 
-    def _pipelines(self) -> "_Pipelines":
+    def _pipelines(self) -> "Pipelines":
         """Idle pipelines or new ones. After an incomplete epoch, pipelines are not reused because they contain its images."""
+        from pipelines.dali import Pipelines, Settings
+
         max_batch = -(-min(self.batch_size, len(self.dataset)) // self.world_size)
-        settings = _Settings(self.transform, self.dataset.packed, max_batch, self.threads, _cuda_index(self.device))
+        settings = Settings(self.transform, self.dataset.packed, max_batch, self.threads, _cuda_index(self.device))
         idle, self._idle = self._idle, None
-        return idle if idle is not None and idle.settings == settings else _Pipelines(settings)
+        return idle if idle is not None and idle.settings == settings else Pipelines(settings)
 
     def _resampled(self, decoded: Iterator[tuple[Any, ...]], max_batch: int) -> Iterator[torch.Tensor]:
         with resampler(self.transform, self.threads, max_batch) as squares:
@@ -231,58 +235,6 @@ class Loader:
             f"{self.dataset.name_of(broken.index)}: cannot use this image: {broken.reason}; replace or remove it, or leave it "
             "out: run `san data check` on the folder, then `san data pack` if you use shards"
         )
-
-
-class _Settings(NamedTuple):
-    """The arguments of a pair of pipelines."""
-
-    transform: Transform
-    packed: bool
-    max_batch: int
-    threads: int
-    device_id: int | None
-
-
-class _Pipelines:
-    """The reading and the decoding pipeline, reused in each epoch."""
-
-    def __init__(self, settings: _Settings) -> None:
-        from pipelines import dali
-
-        self.settings = settings
-        # The callbacks refer to this list instead of `self`: a reference cycle would delay freeing the pipelines' memory.
-        self._feeds = feeds = [_NOTHING, _NOTHING]
-        transform, packed, max_batch, threads, device_id = settings
-        self._reading = dali.reading_pipeline(lambda: next(feeds[0]), packed=packed, max_batch=max_batch)
-        self._decoding = dali.decoding_pipeline(
-            transform, lambda: next(feeds[1]), max_batch=max_batch, threads=threads, device_id=device_id
-        )
-        self._read = dali.read
-        self.ahead = dali.prefetch(transform, max_batch) + dali.READ_AHEAD + 1
-        """Number of batches that may have caused an error."""
-
-    @contextmanager
-    def epoch(self, sources: Iterator[Any], batches: Iterator[Any]) -> Iterator[None]:
-        """Feeds both pipelines. The block must decode all batches."""
-        self._feeds[:] = sources, batches
-        try:
-            yield
-        finally:
-            self._feeds[:] = _NOTHING, _NOTHING
-        self._reading.reset()
-        self._decoding.reset()
-
-    def read(self) -> Any:
-        """The next `dali.Encoded`."""
-        return self._read(self._reading)
-
-    def decode(self) -> tuple[Any, ...]:
-        """The outputs for the next batch."""
-        outputs: tuple[Any, ...] = self._decoding.run()
-        return outputs
-
-
-_NOTHING: Iterator[Any] = iter(())
 
 
 def _cuda_index(device: torch.device) -> int | None:

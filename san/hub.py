@@ -26,8 +26,8 @@ def push_to_hub(model: BaseModel, repo_id: str, *, data: str, accuracy: str, lic
     with TemporaryDirectory() as parent:
         folder = Path(parent) / repo_id.rpartition("/")[2]
         save_pretrained(model, folder, data=data, accuracy=accuracy, license=license)
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repo_id, folder_path=folder))
+        complete_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the name of the user
+        return str(api.upload_folder(repo_id=complete_id, folder_path=folder))
 
 
 def from_pretrained(repo_id: str | Path, *, revision: str | None = None) -> BaseModel:

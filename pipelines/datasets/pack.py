@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 
 from pipelines.datasets.dataset import Dataset
-from pipelines.datasets.shards import BLOCK, Shard, index_path, read_index, sha256_of, write_index
+from pipelines.datasets.shards import BLOCK, Shard, Shards, index_path, read_index, sha256_of, write_index
 from pipelines.errors import DataError
 
 
@@ -33,7 +33,8 @@ def pack(dataset: Dataset, out: Path, shard_bytes: int, workers: int) -> Iterato
 
     Raises:
         DataError: the name of an image contains a line break; an image cannot be read or has changed since it was listed;
-            `out` cannot be written, is too small, or contains other shards of this split; another process is packing there.
+            `out` cannot be written, is too small, or contains other or incomplete shards of this split; another process is
+            packing there.
     """
     plan = _plan(dataset, shard_bytes)
     try:
@@ -72,6 +73,7 @@ def _existing(dataset: Dataset, out: Path, plan: list[range]) -> Iterator[Packed
     if path.exists():
         index = read_index(path)
         if (index.paths, list(index.sizes), len(index.shards)) == (dataset.paths, list(dataset.sizes), len(plan)):
+            Shards(out, index.shards)
             yield from (Packed(shard, len(piece), kept=True) for shard, piece in zip(index.shards, plan, strict=True))
             return
     raise DataError(

@@ -14,14 +14,9 @@ def is_prepared(root: Path) -> bool:
     """Whether a folder has the splits train and val. Raises DataError if it contains something else."""
     if not root.is_dir() or not any(root.iterdir()):
         return False
-    if not has_splits(root):
+    if not all((root / split).is_dir() for split in ("train", "val")):
         raise DataError(f"{root}: exists, but has no folders train and val; remove this folder or choose another one")
     return True
-
-
-def has_splits(root: Path) -> bool:
-    """Whether the folders train and val exist."""
-    return all((root / split).is_dir() for split in ("train", "val"))
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pipelines.datasets.manifest import encode, read_lines, write_whole
 from pipelines.errors import DataError
 
+REPAIR = "copy the shard again, or remove all shards of the split and their index, and pack again"
 HEADER = "# shards "
 SHARD = "# shard "
 BLOCK = 512
@@ -117,11 +118,7 @@ class Shards:
                 checksum = sha256_of(self._folder / shard.name)
             except OSError as error:
                 return f"cannot read this shard ({error.strerror})"
-            return (
-                None
-                if checksum == shard.sha256
-                else f"checksum {checksum} instead of {shard.sha256}; copy or pack the shard again"
-            )
+            return None if checksum == shard.sha256 else f"checksum {checksum} instead of {shard.sha256}; {REPAIR}"
 
         pool = ThreadPoolExecutor(workers)
         try:
@@ -155,9 +152,7 @@ class Shards:
                 raise self._changed(shard, f"{status.st_size} bytes instead of {shard.bytes}")
 
     def _changed(self, shard: Shard, reason: str) -> DataError:
-        return DataError(
-            f"{self._folder}: {shard.name} has changed since it was packed ({reason}); copy or pack the shards again"
-        )
+        return DataError(f"{self._folder}: {shard.name} has changed since it was packed ({reason}); {REPAIR}")
 
 
 def index_path(folder: Path, split: str) -> Path:

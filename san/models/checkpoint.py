@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from san.choice import ChoiceError
 from san.models.base import BaseModel, ModelSpec
@@ -142,14 +142,19 @@ def classes(model: BaseModel) -> int:
     Raises:
         CheckpointError: the model is a backbone, which has no classifier, or is not one of ours.
     """
+    require_ours(model)
+    if not model.num_classes:
+        raise CheckpointError(f"{model.spec.name}: this model has no Linear head; only classifiers can be saved, not backbones")
+    return model.num_classes
+
+
+def require_ours(model: nn.Module) -> None:
+    """Raises CheckpointError unless `san.create_model` made the model."""
     if not isinstance(model, BaseModel):
         # As DistributedDataParallel and torch.compile do.
         inner = next((name for name in ("module", "_orig_mod") if isinstance(getattr(model, name, None), BaseModel)), None)
         hint = f"; save the model that it wraps, model.{inner}" if inner else ""
         raise CheckpointError(f"{type(model).__name__}: only models from san.create_model can be saved in this format{hint}")
-    if not model.num_classes:
-        raise CheckpointError(f"{model.spec.name}: this model has no Linear head; only classifiers can be saved, not backbones")
-    return model.num_classes
 
 
 def overrides_of(spec: ModelSpec) -> dict[str, Any]:
@@ -172,8 +177,12 @@ def save_checkpoint(model: BaseModel, path: str | Path) -> None:
 
 
 def trained_on(model: BaseModel) -> dict[str, Any]:
-    """`model.pretrained_cfg`; empty if there is none."""
-    return dict(getattr(model, "pretrained_cfg", {}))
+    """`model.pretrained_cfg`, without the classes if the classifier was replaced by one for more or fewer; empty if there is
+    none."""
+    known = dict(getattr(model, "pretrained_cfg", {}))
+    if len(known.get("label_names") or range(model.num_classes)) != model.num_classes:
+        known = {key: value for key, value in known.items() if key not in ("num_classes", "label_names")}
+    return known
 
 
 def is_checkpoint(content: Mapping[str, Any]) -> bool:
@@ -191,28 +200,19 @@ def load_checkpoint(path: str | Path) -> BaseModel:
     if not is_checkpoint(content) or not is_state(content["state_dict"]):
         hint = "`san convert` makes such a file from a trial's checkpoint; load_released_checkpoint reads the authors' files"
         raise CheckpointError(f"{path}: not written by save_checkpoint or `san convert`; {hint}")
-    sizes = content["num_classes"], content["in_channels"]
-    model = restore(path, content["name"], content["overrides"], *sizes, content["state_dict"])
-    if "pretrained_cfg" in content:
-        model.pretrained_cfg = content["pretrained_cfg"]
-    return model
+    return restore(path, content["name"], content, content["state_dict"])
 
 
-def restore(
-    path: str | Path,
-    name: str,
-    overrides: Mapping[str, object],
-    num_classes: int,
-    in_channels: int,
-    state: Mapping[str, Tensor],
-) -> BaseModel:
-    """Builds the model that a file describes and loads its weights. The model is on the CPU and in evaluation mode.
+def restore(path: str | Path, name: str, described: Mapping[str, Any], state: Mapping[str, Tensor]) -> BaseModel:
+    """Builds the variant `name` as a file describes it, with `overrides`, `num_classes`, `in_channels` and `pretrained_cfg`, if
+    there is one, and loads its weights. The model is on the CPU and in evaluation mode.
 
     Raises:
         CheckpointError: the model cannot be built, or the weights do not fit it; the message names `path`.
     """
+    num_classes, in_channels = described["num_classes"], described["in_channels"]
     try:
-        spec = model_spec(name, dict(overrides))
+        spec = model_spec(name, dict(described["overrides"]))
         expected = on_meta(spec, num_classes, in_channels)
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]  # torch adds a trace of its C++ code
@@ -221,4 +221,6 @@ def restore(
     check_fit(path, f"{spec.name} with {num_classes} classes", expected, state)
     model = spec.build(num_classes, in_channels)
     model.load_state_dict(dict(state))  # in a plain dict, torch sets missing values of num_batches_tracked to zero
+    if "pretrained_cfg" in described:
+        model.pretrained_cfg = described["pretrained_cfg"]
     return model.eval()

@@ -13,6 +13,7 @@ from typing import Any
 
 from san.models.base import BaseModel
 from san.models.checkpoint import CheckpointError, check_own, classes, overrides_of, restore, trained_on
+from san.models.modules import ModuleSpec
 
 WEIGHTS_DIR = Path(__file__).parents[1] / "weights"
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
@@ -25,7 +26,7 @@ tags: [image-classification, self-attention]
 
 # {title}
 
-A {kind} for image recognition ([paper](https://arxiv.org/abs/2004.13621)).
+A {kind}.
 
 | | |
 | --- | --- |
@@ -89,7 +90,7 @@ def save_folder(
     card = TEMPLATE.format(
         **config,
         title=Path(folder).name,
-        kind="residual network" if variant.startswith("resnet") else "self-attention network",
+        kind=_kind(model),
         settings=", ".join(f"{name}={value}" for name, value in overrides.items()) or "none",
         params=sum(parameter.numel() for parameter in model.parameters()),
         usage=usage,
@@ -99,6 +100,13 @@ def save_folder(
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / WEIGHTS)
     (folder / CONFIG).write_text(json.dumps(config | dict(facts or {}), indent=2) + "\n")
     (folder / CARD).write_text(card)
+
+
+def _kind(model: BaseModel) -> str:
+    if isinstance(model.spec, ModuleSpec):
+        return "network for image recognition"
+    kind = "residual" if model.spec.name.startswith("resnet") else "self-attention"
+    return f"{kind} network for image recognition ([paper](https://arxiv.org/abs/2004.13621))"
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -132,11 +140,7 @@ def load_folder(folder: str | Path) -> BaseModel:
         state = load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot read this file ({error})") from None
-    sizes = config["num_classes"], config["in_channels"]
-    model = restore(path, config["variant"], config["overrides"], *sizes, state)
-    if "pretrained_cfg" in config:
-        model.pretrained_cfg = config["pretrained_cfg"]
-    return model
+    return restore(path, config["variant"], config, state)
 
 
 def load_included(name: str, num_classes: int | None, in_channels: int, features_only: bool) -> BaseModel:

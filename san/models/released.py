@@ -19,6 +19,7 @@ from san.models.checkpoint import (
     is_state,
     on_meta,
     read,
+    require_ours,
     write,
 )
 from san.models.registry import VARIANTS, model_spec
@@ -83,8 +84,9 @@ def released_state_dict(model: BaseModel) -> dict[str, Tensor]:
     """A model's state dict with the authors' names. The tensors are not copied.
 
     Raises:
-        CheckpointError: the released code has no such network.
+        CheckpointError: the released code has no such network, or the model is not from `san.create_model`.
     """
+    require_ours(model)
     _check_form(model.spec)
     if model.in_channels != 3:
         other = f"{model.spec.name} with in_channels={model.in_channels}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,8 @@ def test_push_uploads_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     class Hub:
         """Stores what is uploaded in a folder."""
 
-        def create_repo(self, repo_id: str, **_: Any) -> None:
-            assert repo_id == "somebody/small"
+        def create_repo(self, repo_id: str, **_: Any) -> SimpleNamespace:
+            return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"somebody/{repo_id}")
 
         def upload_folder(self, *, repo_id: str, folder_path: Path, **_: Any) -> str:
             shutil.copytree(folder_path, tmp_path / repo_id)
@@ -32,7 +33,7 @@ def test_push_uploads_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(san.hub, "HfApi", Hub)
     model = trained()
-    assert san.hub.push_to_hub(model, "somebody/small", **FACTS) == "https://hub/somebody/small"
+    assert san.hub.push_to_hub(model, "small", **FACTS) == "https://hub/somebody/small"
     assert {path.name for path in (tmp_path / "somebody/small").iterdir()} == {"model.safetensors", "config.json", "README.md"}
     card = ModelCard.load(tmp_path / "somebody/small/README.md")
     assert card.data.license == "mit" and card.data.library_name == "san"

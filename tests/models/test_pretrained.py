@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import san
 from experiments.config.expand import profile_path, read_profile
 from san.models.base import BaseModel
+from san.models.modules import module_spec
 from san.models.pretrained import WEIGHTS_DIR, load_folder, read_config, save_folder
+from san.models.registry import VARIANTS
 
 FACTS = {"data": "random images", "accuracy": "10.0% top-1, one crop", "license": "mit"}
 IMAGES = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
@@ -33,6 +36,20 @@ def test_folder_restores_the_model(tmp_path: Path) -> None:
     assert torch.equal(restored(IMAGES[:, :1]), model(IMAGES[:, :1]))
     card = (tmp_path / "shared/README.md").read_text()
     assert all(fact in card for fact in ("# shared", "san10_patchwise", "random images", "10.0% top-1", "license: mit"))
+
+
+def test_names_of_classes_do_not_outlive_the_classifier(tmp_path: Path) -> None:
+    model = san.create_model("san10_patchwise_cifar10", pretrained=True)
+    model.head = nn.Linear(model.num_features, 3)
+    san.save_checkpoint(model, tmp_path / "a.pt")
+    assert not san.load_checkpoint(tmp_path / "a.pt").pretrained_cfg.keys() & {"num_classes", "label_names"}
+
+
+def test_card_of_another_network_names_no_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = module_spec("mine", lambda num_classes, in_channels: nn.Conv2d(in_channels, num_classes, 1))
+    monkeypatch.setitem(VARIANTS, "mine", spec)
+    save_folder(spec.build(2), tmp_path, **FACTS)
+    assert "\nA network for image recognition.\n" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,7 @@ def test_rejects_paths_and_backbones_that_cannot_be_saved(tmp_path: Path) -> Non
         with pytest.raises(san.CheckpointError, match="backbones"):
             save(san.create_model("san10_pairwise", features_only=True, **SMALL), tmp_path / "a.pth")
     for wrapped, inner in ((nn.DataParallel(model), "model.module"), (torch.compile(model), "model._orig_mod")):
-        with pytest.raises(san.CheckpointError, match=inner):
-            san.save_checkpoint(wrapped, tmp_path / "a.pth")  # type: ignore[arg-type]
+        for call in (partial(san.save_checkpoint, path=tmp_path / "a.pth"), san.released_state_dict):
+            with pytest.raises(san.CheckpointError, match=inner):
+                call(wrapped)  # type: ignore[arg-type]
     assert not os.listdir(tmp_path)

@@ -43,7 +43,7 @@ def test_uploads_only_the_packages_and_the_grid(tmp_path: Path, monkeypatch: pyt
         ("digits", ["recipe.epoch=1"], None, "recipe.epoch"),
         ("digits", [], "runs", "--runs runs: a relative path"),
         ("imagenet", [], None, r"data\.root=data/imagenet: a relative path"),
-        ("mine.yaml", [], None, "data.root=images: a relative path"),
+        ("mine.yaml", [], None, r"data\.root=images: a relative path"),
         ("digits", ["recipe.init=weights.pt"], None, r"recipe\.init=weights\.pt: a relative path"),
         ("digits", ["data.lists=lists"], None, r"data\.lists=lists: a relative path"),
     ],

@@ -130,6 +130,10 @@ def test_complete_shards_are_kept_and_others_rejected(data: Dataset, out: Path) 
         with pytest.raises(DataError, match="already holds shards of train"):
             packed(other, out, size)
     assert times() == before and len(Dataset.open_shards(out, "train")) == len(data)
+    (out / "train-00001.tar").rename(out / "kept")
+    with pytest.raises(DataError, match=r"train-00001\.tar has changed"):
+        packed(data, out)
+    (out / "kept").rename(out / "train-00001.tar")
     (out / "train.index").unlink()
     with pytest.raises(DataError, match="already holds shards of train"):
         packed(data, out)
