@@ -6,6 +6,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <initializer_list>
+#include <type_traits>
 #include <vector>
 
 #include "footprint.h"
@@ -290,5 +291,25 @@ struct Accumulate<double> {
 };
 template <class scalar_t>
 using accumulate_t = typename Accumulate<scalar_t>::type;
+
+// A number that the compiler knows.
+template <int number>
+using Int = std::integral_constant<int, number>;
+
+// Calls run with the first of the constants that is not smaller than the number, or with the last one.
+template <int first, int... others, class Run>
+void with_constant(int64_t number, const Run& run) {
+  if constexpr (sizeof...(others) > 0) {
+    if (number > first) return with_constant<others...>(number, run);
+  }
+  run(Int<first>());
+}
+
+// Calls run with the number of channels of the stem's images.
+template <class Run>
+void with_inputs(int64_t channels, const Run& run) {
+  static_assert(kMostInputs == 5);
+  with_constant<1, 2, 3, 4, 5>(channels, run);
+}
 
 }  // namespace san

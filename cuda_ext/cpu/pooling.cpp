@@ -164,15 +164,6 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& index, int64_t height
   return grad_x;
 }
 
-// Calls run with the number of channels of the images, up to kMostInputs.
-template <class Run, int D = 1>
-void with_inputs(int64_t channels, const Run& run) {
-  if (channels == D)
-    run(std::integral_constant<int, D>());
-  else if constexpr (D < kMostInputs)
-    with_inputs<Run, D + 1>(channels, run);
-}
-
 std::tuple<Tensor, Tensor> stem(const Tensor& weight, const Tensor& bias, const Tensor& x, bool half) {
   check_stem(weight, bias, x);
   STD_TORCH_CHECK(!half, "on the CPU, results are float32");
@@ -184,8 +175,7 @@ std::tuple<Tensor, Tensor> stem(const Tensor& weight, const Tensor& bias, const 
   const float *in = values<float>(images), *weights = values<float>(w), *biases = values<float>(b);
   float* out = y.mutable_data_ptr<float>();
   uint8_t* at = index.mutable_data_ptr<uint8_t>();
-  with_inputs(x.size(3), [&](auto inputs) {
-    constexpr int D = decltype(inputs)::value;
+  with_inputs(x.size(3), [&]<int D>(Int<D>) {
     cells.for_each([&](int64_t, int64_t first, int64_t end, int32_t* index_of_row) {
       for (int64_t row = first; row < end; ++row) {
         const int64_t to = row * cells.w * cells.C;
@@ -203,10 +193,9 @@ std::tuple<Tensor, Tensor> stem_backward(const Tensor& grad, const Tensor& index
   const Cells cells(x.size(0), x.size(1), x.size(2), grad.size(3));
   const float *g = values<float>(grad_y), *in = values<float>(images);
   const uint8_t* at = indices.const_data_ptr<uint8_t>();
-  const int64_t C = cells.C, D = x.size(3);
-  std::vector<double> of_tasks(cells.tasks() * (D + 1) * C);
-  with_inputs(D, [&](auto inputs) {
-    constexpr int D = decltype(inputs)::value;
+  const int64_t C = cells.C, inputs = x.size(3);
+  std::vector<double> of_tasks(cells.tasks() * (inputs + 1) * C);
+  with_inputs(inputs, [&]<int D>(Int<D>) {
     cells.for_each([&](int64_t task, int64_t first, int64_t end, int32_t* index_of_row) {
       std::vector<float> of_row((D + 1) * C);
       double* sums = &of_tasks[task * (D + 1) * C];
@@ -220,10 +209,10 @@ std::tuple<Tensor, Tensor> stem_backward(const Tensor& grad, const Tensor& index
       }
     });
   });
-  const std::vector<double> sums = sum_over_tasks(of_tasks, (D + 1) * C);
-  const Tensor to_weight = tensor_of<float>(sums.data(), images, {D, C});
+  const std::vector<double> sums = sum_over_tasks(of_tasks, (inputs + 1) * C);
+  const Tensor to_weight = tensor_of<float>(sums.data(), images, {inputs, C});
   return {torch::stable::contiguous(torch::stable::transpose(to_weight, 0, 1)),
-          tensor_of<float>(sums.data() + D * C, images, {C})};
+          tensor_of<float>(sums.data() + inputs * C, images, {C})};
 }
 
 }  // namespace

@@ -135,9 +135,9 @@ __global__ void __launch_bounds__(kThreads)
 // Calls run with the largest number of adjacent channels that `fits` allows.
 template <class Fits, class Run>
 void with_width(const Fits& fits, const Run& run) {
-  if (fits(4)) return run(std::integral_constant<int, 4>());
-  if (fits(2)) return run(std::integral_constant<int, 2>());
-  run(std::integral_constant<int, 1>());
+  if (fits(4)) return run(Int<4>());
+  if (fits(2)) return run(Int<2>());
+  run(Int<1>());
 }
 
 Sizes sizes_of(const Tensor& map, const Footprint& f, int64_t groups) {
@@ -173,8 +173,7 @@ void launch_weighted_sum(const Tensor& map, const Tensor& weight, const Sizes& s
   const Strides in(map), at(weight), to(out);
   const scalar_t *values = map.const_data_ptr<scalar_t>(), *weights = weight.const_data_ptr<scalar_t>();
   scalar_t* result = out.mutable_data_ptr<scalar_t>();
-  const auto run = [&](auto width) {
-    constexpr int kWidth = decltype(width)::value;
+  const auto run = [&]<int kWidth>(Int<kWidth>) {
     const int64_t threads = map.size(0) * (sizes.C / kWidth) * sizes.f.pixels();
     SAN_LAUNCH((weighted_sum_kernel<kGather, kWidth, scalar_t>), grid_for(threads), kThreads, current_stream(map),
                values, in, weights, at, sizes, static_cast<unsigned>(threads), result, to);
@@ -191,8 +190,7 @@ void launch_correlation(const Tensor& center, const Tensor& around, const Sizes&
   const Strides from(center), in(around), to(out);
   const scalar_t *centers = center.const_data_ptr<scalar_t>(), *values = around.const_data_ptr<scalar_t>();
   scalar_t* result = out.mutable_data_ptr<scalar_t>();
-  const auto run = [&](auto width) {
-    constexpr int kWidth = decltype(width)::value;
+  const auto run = [&]<int kWidth>(Int<kWidth>) {
     const int64_t threads = center.size(0) * (sizes.G / kWidth) * sizes.f.kernel_size * sizes.f.pixels();
     SAN_LAUNCH((correlate_kernel<kWidth, scalar_t>), grid_for(threads), kThreads, current_stream(center), centers, from,
                values, in, sizes, static_cast<unsigned>(threads), result, to);

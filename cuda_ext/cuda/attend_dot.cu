@@ -257,13 +257,12 @@ __global__ void __launch_bounds__(kThreads, 2) attend_dot_around_kernel(Dots p, 
 // Calls run with the number of a lane's channels and of a team's lanes.
 template <class Run>
 void with_shares(int shares, const Run& run) {
-  using std::integral_constant;
-  const integral_constant<int, kMostOwn> most;
-  if (shares <= 4) return run(integral_constant<int, 4>(), integral_constant<int, 1>());
-  if (shares <= 8) return run(integral_constant<int, 8>(), integral_constant<int, 1>());
-  if (shares <= kMostOwn) return run(most, integral_constant<int, 1>());
-  if (shares <= 2 * kMostOwn) return run(most, integral_constant<int, 2>());
-  run(most, integral_constant<int, kMostLanes>());
+  const Int<kMostOwn> most;
+  if (shares <= 4) return run(Int<4>(), Int<1>());
+  if (shares <= 8) return run(Int<8>(), Int<1>());
+  if (shares <= kMostOwn) return run(most, Int<1>());
+  if (shares <= 2 * kMostOwn) return run(most, Int<2>());
+  run(most, Int<kMostLanes>());
 }
 
 // One call: the checked inputs, and the jobs that copy them.

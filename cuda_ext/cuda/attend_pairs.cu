@@ -397,8 +397,6 @@ std::tuple<Tensor, Tensor> attend_pairs(const Tensor& center, const Tensor& arou
   return {y, softmax};
 }
 
-Tensor zeros_like(const Tensor& x) { return torch::stable::new_zeros(x, x.sizes()); }
-
 using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Backward attend_pairs_backward(const Tensor& grad, const Tensor& y, const Tensor& softmax, const Tensor& center,
@@ -411,8 +409,9 @@ Backward attend_pairs_backward(const Tensor& grad, const Tensor& y, const Tensor
   check_supported(center, products, weight1.size(0) > 0);
   const OperatorGuard guard("attend_pairs_backward", center);
   PairGradients maps(center, norm);
-  const LayerGradients layers{zeros_like(weight1), zeros_like(shift2), zeros_like(weight2)};
-  const Tensor to_beta = zeros_like(beta);
+  const auto result = [&](const Tensor& x) { return result_like(x, beta); };
+  const LayerGradients layers{result(weight1), result(shift2), result(weight2)};
+  const Tensor to_beta = result(beta);
   if (beta.numel() > 0) {
     with_stage(weight2.scalar_type(), tf32, center.size(3), weight1.size(0), weight2.size(0),
                [&]<class F, class S>(F, S stage) {
@@ -477,10 +476,11 @@ OfBatch attend_pairs_of_batch(const Tensor& center, const Tensor& around, const 
   const OperatorGuard guard("attend_pairs_of_batch", center);
   const int64_t d = center.size(3), E = weight1.size(0), G = weight2.size(0);
   const bool fast = tf32 || beta.scalar_type() != ScalarType::Float;
-  const auto zeros = [&](const std::vector<int64_t>& shape) { return torch::stable::new_zeros(center, shape); };
-  Tensor y = torch::stable::new_empty(beta, beta.sizes()), input_mean = zeros({d}), covariance = zeros({d, d});
+  Tensor y = torch::stable::new_empty(beta, beta.sizes());
   Tensor softmax = torch::stable::new_empty(center, {center.size(0), 2, G, f.pixels()});
-  if (y.numel() == 0) return {y, zeros({E}), zeros({E}), softmax, input_mean, covariance};
+  const auto zeros = [&](const std::vector<int64_t>& shape) { return torch::stable::new_zeros(center, shape); };
+  if (y.numel() == 0) return {y, zeros({E}), zeros({E}), softmax, zeros({d}), zeros({d, d})};
+  Tensor input_mean = torch::stable::new_empty(center, {d}), covariance = torch::stable::new_empty(center, {d, d});
   pair_covariance(center, around, norm, f, fast, input_mean, covariance);
   FoldedNorm batch(center, weight1, norm_weight, norm_bias, input_mean, covariance,
                    center.size(0) * f.pixels() * f.positions(), eps);
@@ -505,9 +505,10 @@ OfBatchBackward attend_pairs_of_batch_backward(const Tensor& grad, const Tensor&
   check_statistics({&input_mean}, center, {d}), check_statistics({&covariance}, center, {d, d});
   const OperatorGuard guard("attend_pairs_of_batch_backward", center);
   PairGradients maps(center, norm);
-  Tensor to_weight1 = zeros_like(weight1), to_weight = zeros_like(norm_weight), to_bias = zeros_like(norm_bias);
-  const LayerGradients layers{zeros_like(weight1), zeros_like(norm_bias), zeros_like(weight2)};
-  const Tensor to_beta = zeros_like(beta);
+  const auto result = [&](const Tensor& x) { return result_like(x, beta); };
+  Tensor to_weight1 = result(weight1), to_weight = result(norm_weight), to_bias = result(norm_bias);
+  const LayerGradients layers{result(weight1), result(norm_bias), result(weight2)};
+  const Tensor to_beta = result(beta);
   if (beta.numel() > 0) {
     FoldedNorm batch(center, weight1, norm_weight, norm_bias, input_mean, covariance,
                      center.size(0) * f.pixels() * f.positions(), eps);

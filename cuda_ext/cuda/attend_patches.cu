@@ -258,10 +258,7 @@ __global__ void place_layer_kernel(const float* from, int positions, int G, int 
 // Calls run with the number of tiles of hidden channels.
 template <class Run>
 void with_depth(int e_tiles, const Run& run) {
-  if (e_tiles == 1) return run(std::integral_constant<int, 1>());
-  if (e_tiles == 2) return run(std::integral_constant<int, 2>());
-  if (e_tiles == 4) return run(std::integral_constant<int, 4>());
-  run(std::integral_constant<int, kMostDepth>());
+  with_constant<1, 2, 4, kMostDepth>(e_tiles, run);
 }
 
 struct Inputs {
@@ -316,8 +313,7 @@ template <class F>
 void forward(AttentionWork<F>& work, const Tensor& y) {
   const Attention<F>& p = work.p;
   prepare(work.stream(), work.hidden, work.weight, work.bias, work.beta);
-  with_depth(p.e_tiles, [&](auto depth) {
-    constexpr int kDepth = decltype(depth)::value;
+  with_depth(p.e_tiles, [&]<int kDepth>(Int<kDepth>) {
     work.with_teams((p.pixels() + 15) / 16 * p.g_tiles, kShares * 4, [&](int warps, int blocks, size_t bytes) {
       SAN_LAUNCH_SHARED((attend_kernel<F, kDepth>), blocks, kTeamThreads, bytes, work.stream(), p, warps, Floats(y));
     });
@@ -343,8 +339,7 @@ void backward(AttentionWork<F>& work, const Tensor& grad, Inputs& out) {
   prepare(work.stream(), work.hidden, work.weight, work.bias, work.beta);
   prepare(work.stream(), work.transposed, work.zeros, grads, with_ones);
   float* padded = work.take(p.padded_pixels() * p.values());
-  with_depth(p.e_tiles, [&](auto depth) {
-    constexpr int kDepth = decltype(depth)::value;
+  with_depth(p.e_tiles, [&]<int kDepth>(Int<kDepth>) {
     work.with_teams((p.padded_pixels() + 15) / 16 * p.g_tiles, kShares * 4, [&](int warps, int blocks, size_t bytes) {
       SAN_LAUNCH_SHARED((attend_around_kernel<F, kDepth>), blocks, kTeamThreads, bytes, work.stream(), p, warps,
                         Floats(padded));
@@ -391,8 +386,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attend_patches_backward(const Tensor&
   const Footprint f = check_inputs({hidden, weight, bias, beta}, kernel_size);
   check_values({&beta, &grad}, hidden, weight.size(0) / f.positions());
   const OperatorGuard guard("attend_patches_backward", hidden);
-  const auto zeros = [](const Tensor& x) { return torch::stable::new_zeros(x, x.sizes()); };
-  Inputs out{zeros(hidden), zeros(weight), zeros(bias), zeros(beta)};
+  const auto result = [&](const Tensor& x) { return result_like(x, beta); };
+  Inputs out{result(hidden), result(weight), result(bias), result(beta)};
   if (beta.numel() > 0) {
     with_operand(beta.scalar_type(), tf32, [&]<class F>(F) {
       AttentionWork<F> work({hidden, weight, bias, beta}, f, true);

@@ -85,9 +85,7 @@ template <class Run>
 void for_type_and_width(const Tensor& x, std::initializer_list<const Tensor*> others, const Run& run) {
   bool wide = x.size(3) % 4 == 0 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
   for (const Tensor* other : others) wide = wide && reinterpret_cast<uintptr_t>(other->const_data_ptr()) % 16 == 0;
-  const auto with_width = [&](auto type) {
-    wide ? run(type, std::integral_constant<int, 4>()) : run(type, std::integral_constant<int, 1>());
-  };
+  const auto with_width = [&](auto type) { wide ? run(type, Int<4>()) : run(type, Int<1>()); };
   x.scalar_type() == ScalarType::Float ? with_width(float()) : with_width(BFloat16());
 }
 

@@ -118,6 +118,11 @@ inline void check_supported(const Tensor& map, int64_t products, bool has_hidden
                   "san.ops.backend(\"unfused\")");
 }
 
+// A result like x of which kernels write all elements, unless the map is empty, where none is launched.
+inline Tensor result_like(const Tensor& x, const Tensor& map) {
+  return map.numel() > 0 ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_zeros(x, x.sizes());
+}
+
 inline int blocks_for(int64_t elements) {
   const int64_t blocks = (elements + kThreads - 1) / kThreads;
   return static_cast<int>(blocks < 1 ? 1 : blocks < kMaxBlocks ? blocks : kMaxBlocks);

@@ -217,9 +217,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
   const Tensor kept[] = {torch::stable::contiguous(weight), torch::stable::contiguous(bias)};
   const Norm norm{Floats(kept[0]), Floats(kept[1]), Floats(m), Floats(v), eps};
   const auto stream = current_stream(map);
-  for_type_and_width(map, {&y, identity ? &*identity : &map}, [&](auto type, auto width) {
-    using T = decltype(type);
-    constexpr int kWidth = decltype(width)::value;
+  for_type_and_width(map, {&y, identity ? &*identity : &map}, [&]<class T, int kWidth>(T, Int<kWidth>) {
     const Layout layout(pixels, C, kWidth);
     const T* in = map.const_data_ptr<T>();
     if (!mean) {
@@ -259,9 +257,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
   const auto stream = current_stream(map);
   // Memory that this function allocates is aligned.
   const Tensor &first = results ? *results : map, &second = others ? *others : map;
-  for_type_and_width(map, {&grad_y, &first, &second}, [&](auto type, auto width) {
-    using T = decltype(type);
-    constexpr int kWidth = decltype(width)::value;
+  for_type_and_width(map, {&grad_y, &first, &second}, [&]<class T, int kWidth>(T, Int<kWidth>) {
     const Layout layout(pixels, C, kWidth);
     const T *in = map.const_data_ptr<T>(), *of_y = grad_y.const_data_ptr<T>();
     Tensor partial = doubles_like(map, layout.slices * 2 * C);

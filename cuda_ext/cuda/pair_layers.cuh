@@ -233,7 +233,7 @@ struct PairGradients {
   PairGradients(const Tensor& center, const Tensor& norm)
       : center(torch::stable::new_empty(center, center.sizes())),
         around(torch::stable::new_empty(center, center.sizes())),
-        norm(torch::stable::new_zeros(norm, norm.sizes())) {}
+        norm(result_like(norm, center)) {}
 };
 
 // Writes the gradients of center, around and norm of a non-empty problem, after prepare_kernel.

@@ -351,9 +351,7 @@ struct PlaceNorm {
 // Calls run with the number of tiles of 8 channels that a warp computes at once.
 template <class Run>
 void with_tiles_at_once(int tiles, const Run& run) {
-  if (tiles == 1) return run(std::integral_constant<int, 1>());
-  if (tiles == 2) return run(std::integral_constant<int, 2>());
-  run(std::integral_constant<int, 4>());
+  with_constant<1, 2, 4>(tiles, run);
 }
 
 struct PatchTensors {
@@ -402,8 +400,7 @@ Tensor forward(PatchWork<F>& work) {
   Tensor out = work.empty({p.images, p.height, p.width, p.E});
   if (out.numel() == 0) return out;
   prepare(work.stream(), work.center, work.around, work.norm_job, work.weight);
-  with_tiles_at_once(p.e_tiles, [&](auto tiles) {
-    constexpr int kTiles = decltype(tiles)::value;
+  with_tiles_at_once(p.e_tiles, [&]<int kTiles>(Int<kTiles>) {
     const int strips = p.e_tiles / kTiles;
     const int64_t tasks = (p.pixels() + 15) / 16 * strips;
     const int warps = warps_per_team(tasks, p.pieces());
@@ -416,8 +413,7 @@ Tensor forward(PatchWork<F>& work) {
 
 template <class F>
 void map_gradient(PatchWork<F>& work, const Patches<F>& p, const float* grads, float* out) {
-  with_tiles_at_once(p.r_tiles, [&](auto tiles) {
-    constexpr int kTiles = decltype(tiles)::value;
+  with_tiles_at_once(p.r_tiles, [&]<int kTiles>(Int<kTiles>) {
     const int strips = p.r_tiles / kTiles;
     SAN_LAUNCH_SHARED((map_gradient_kernel<F, kTiles>), blocks_of_teams((p.padded_pixels() + 15) / 16 * strips, 1),
                       kTeamThreads, 0, work.stream(), p, grads, strips, out);
@@ -427,8 +423,7 @@ void map_gradient(PatchWork<F>& work, const Patches<F>& p, const float* grads, f
 template <class F>
 void parameter_gradients(PatchWork<F>& work, const float* grads, PatchTensors& out) {
   const Patches<F>& p = work.p;
-  with_tiles_at_once(p.e_tiles, [&](auto tiles) {
-    constexpr int kTiles = decltype(tiles)::value;
+  with_tiles_at_once(p.e_tiles, [&]<int kTiles>(Int<kTiles>) {
     const int strips = p.e_tiles / kTiles, rows = static_cast<int>(p.images) * p.height;
     const int tasks = p.pieces() * ((p.r_tiles + 1) / 2) * strips;
     const int64_t channels = int64_t(p.pieces()) * p.channels(), part = channels * (p.hidden() + 2 * strips);
@@ -490,8 +485,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> patch_linear_backward(const Tensor& g
   check_patch_gradient(grad, around, weight);
   check_float32(around);
   const OperatorGuard guard("patch_linear_backward", around);
-  const auto zeros = [](const Tensor& x) { return torch::stable::new_zeros(x, x.sizes()); };
-  PatchTensors out{zeros(center), zeros(around), zeros(norm), zeros(weight)};
+  const auto result = [&](const Tensor& x) { return result_like(x, around); };
+  PatchTensors out{result(center), result(around), result(norm), result(weight)};
   if (around.numel() > 0) {
     const Tensor last = torch::stable::transpose(torch::stable::transpose(grad, 2, 3), 1, 3);  // [N, H, W, E]
     with_operand(weight.scalar_type(), tf32, [&]<class F>(F) {

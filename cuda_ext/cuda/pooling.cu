@@ -205,9 +205,7 @@ std::tuple<Tensor, Tensor> max_pool(const Tensor& x) {
   Tensor index = indices_like(y);
   if (y.numel() == 0) return {y, index};
   const auto stream = current_stream(map);
-  for_type_and_width(map, {&y, &index}, [&](auto type, auto width) {
-    using T = decltype(type);
-    constexpr int kWidth = decltype(width)::value;
+  for_type_and_width(map, {&y, &index}, [&]<class T, int kWidth>(T, Int<kWidth>) {
     const Layout layout(cells.whole(), map.size(3), kWidth);
     SAN_LAUNCH((max_pool_kernel<kWidth, T>), layout.blocks(), kThreads, stream, layout, cells, map.const_data_ptr<T>(),
                y.mutable_data_ptr<T>(), index.mutable_data_ptr<uint8_t>());
@@ -224,23 +222,12 @@ Tensor max_pool_backward(const Tensor& grad, const Tensor& index, int64_t height
   Tensor grad_x = torch::stable::new_empty(grad_y, {grad.size(0), height, width, grad.size(3)});
   if (grad_x.numel() == 0) return grad_x;
   const auto stream = current_stream(grad_y);
-  for_type_and_width(grad_y, {&where, &grad_x}, [&](auto type, auto lanes) {
-    using T = decltype(type);
-    constexpr int kWidth = decltype(lanes)::value;
+  for_type_and_width(grad_y, {&where, &grad_x}, [&]<class T, int kWidth>(T, Int<kWidth>) {
     const Layout layout(grad.size(0) * ((height + 1) / 2) * ((width + 1) / 2), grad.size(3), kWidth);
     SAN_LAUNCH((max_pool_gradient_kernel<kWidth, T>), layout.blocks(), kThreads, stream, layout, cells,
                grad_y.const_data_ptr<T>(), where.const_data_ptr<uint8_t>(), grad_x.mutable_data_ptr<T>());
   });
   return grad_x;
-}
-
-// Calls run with the number of channels of the images.
-template <int D = 1, class Run>
-void with_inputs(int64_t channels, const Run& run) {
-  if (channels == D)
-    run(std::integral_constant<int, D>());
-  else if constexpr (D < kMostInputs)
-    with_inputs<D + 1>(channels, run);
 }
 
 std::tuple<Tensor, Tensor> stem(const Tensor& weight, const Tensor& bias, const Tensor& x, bool half) {
@@ -254,10 +241,8 @@ std::tuple<Tensor, Tensor> stem(const Tensor& weight, const Tensor& bias, const 
   Tensor index = indices_like(y);
   if (y.numel() == 0) return {y, index};
   const auto stream = current_stream(images);
-  for_type_and_width(y, {&index}, [&](auto type, auto width) {
-    with_inputs(x.size(3), [&](auto inputs) {
-      using T = decltype(type);
-      constexpr int kWidth = decltype(width)::value, D = decltype(inputs)::value;
+  for_type_and_width(y, {&index}, [&]<class T, int kWidth>(T, Int<kWidth>) {
+    with_inputs(x.size(3), [&]<int D>(Int<D>) {
       const Layout layout(cells.whole(), weight.size(0), kWidth);
       SAN_LAUNCH((stem_kernel<D, kWidth, T>), layout.blocks(), kThreads, stream, layout, cells,
                  w.const_data_ptr<float>(), b.const_data_ptr<float>(), images.const_data_ptr<float>(),
@@ -280,10 +265,8 @@ std::tuple<Tensor, Tensor> stem_backward(const Tensor& grad, const Tensor& index
   }
   const Cells cells(images);
   const auto stream = current_stream(images);
-  for_type_and_width(grad_y, {&where}, [&](auto type, auto width) {
-    with_inputs(inputs, [&](auto number) {
-      using T = decltype(type);
-      constexpr int kWidth = decltype(width)::value, D = decltype(number)::value;
+  for_type_and_width(grad_y, {&where}, [&]<class T, int kWidth>(T, Int<kWidth>) {
+    with_inputs(inputs, [&]<int D>(Int<D>) {
       const Layout layout(cells.whole(), C, kWidth);
       const int64_t columns = C * (D + 1);
       Tensor partial = doubles_like(images, layout.slices * columns);
