@@ -31,8 +31,8 @@ class Interval:
 
 def half_width(values: Sequence[float]) -> float | None:
     """Half of the interval of a mean by Student's t. None for fewer than three values: two values are clearer than an interval
-    with a t quantile of 12.7."""
-    if len(values) < 3:
+    with a t quantile of 12.7. None if all are equal: accuracy has discrete steps, so this does not mean certainty."""
+    if len(values) < 3 or len(set(values)) == 1:
         return None
     return _quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
@@ -47,7 +47,7 @@ class Spread:
 
 def pooled(rows: Iterable[Sequence[float]]) -> Spread | None:
     """The spread of rows whose seeds are assumed to vary alike. None if no row has two seeds, and if all seeds of each row are
-    equal: accuracy has discrete steps, so equal values do not mean certainty."""
+    equal."""
     several = [values for values in rows if len(values) > 1]
     freedom = sum(len(values) - 1 for values in several)
     squares = sum((len(values) - 1) * statistics.variance(values) for values in several)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -201,12 +201,15 @@ def _header(sections: Sequence[Section], found: Sequence[Finding], train_images:
     trials = [trial for section in ablations for trial in section.grid_run.trials]
     first, seeds = trials[0], len({trial.seed for trial in trials})
     config = first.config
-    finished = [pair for section in ablations for pair in section.finished]
-    speeds = {trial.key: result.metrics["summary/images_per_second"] for trial, result in finished}
-    hours = sum(train_images * config.recipe.epochs / speed for speed in speeds.values()) / 3600
     resources = config.resources
     cpus, gpus = resources.workers * resources.cpus, resources.workers * resources.gpus
-    hardware = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
+    usual = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
+    hours = defaultdict[str, list[float]](list)
+    for result in {trial.key: result for section in ablations for trial, result in section.finished}.values():
+        hardware = result.tags.get("hardware") or "CPU"
+        seconds = train_images * config.recipe.epochs / result.metrics["summary/images_per_second"]
+        hours[usual if hardware == "CPU" else hardware].append(seconds / 3600)
+    took = [f"{len(each)} trials took {sum(each):.1f} hours with {name} each" for name, each in hours.items()]
     tested = [section for section in sections if section.protocol is not None]
     missing = [_missing(ablations, "trials"), _missing(tested, "networks in the tables of robustness")]
     lacking = f" {' and '.join(filter(None, missing))} are missing;" if any(missing) else ""
@@ -220,7 +223,7 @@ tables, not in its text.{lacking} `san study --profile {first.profile} --seeds {
 this page.
 
 A trial trains on {train_images:,} images of {config.data.size}x{config.data.size} pixels for {config.recipe.epochs} epochs, and
-is validated on {val_images:,} after the last one. {len(speeds)} trials took {hours:.1f} hours with {hardware} each, without
+is validated on {val_images:,} after the last one. {" and ".join(took) or "None has ended"}, without
 validation and interruptions.""")
 
 

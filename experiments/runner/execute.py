@@ -20,8 +20,8 @@ from experiments.runner.grid_run import GridRun, check_init, is_done, is_finishe
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
 from experiments.runner.plan import concurrency_in_words, images_in_words, missing_measurements, to_train
 from experiments.runner.progress import Progress, duration, trial_count
-from experiments.runs.claims import Claim, StopRequest, claimed_trials
-from experiments.runs.store import ClaimedError, StorageError, node_lock, retry
+from experiments.runs.claims import Claim, StopRequest, claim_of, claimed_trials
+from experiments.runs.store import ClaimedError, StorageError, Store, node_lock, retry
 from experiments.runs.summary import SUMMARY, read_top1
 from experiments.tracking import Result, TrackerError
 from experiments.training.device import training_device
@@ -109,7 +109,7 @@ def _train(grid_run: GridRun, missing: dict[str, Trial], address: str | None) ->
         print_status(concurrency_in_words(grid_run, cluster.resources, at_once))
         with claimed_trials(store, grid_run.full_name, missing, grid_run.request.take_over) as (claimed, claim):
             cluster.at_loss.append(claim.release)
-            _print_skipped(missing, claimed)
+            _print_skipped(store, missing, claimed)
             results = known_results(grid_run)  # another run may have finished trials in the meantime
             claimed = {key: trial for key, trial in claimed.items() if not is_done(grid_run, results, trial)}
             prepare(grid_run)
@@ -134,7 +134,15 @@ def _train_claimed(
     serial = grid_run.request.serial
     # A bar that is redrawn would write over a debugger's prompt.
     progress = Progress({key: trial.name for key, trial in trials.items()}, epochs, sys.stderr, start=start, live=not serial)
-    mark_interrupted = functools.partial(_mark_interrupted, grid_run, trials.values())
+
+    def mark_interrupted() -> None:
+        """And records the failures until then, which the sweep does not return."""
+        _mark_interrupted(grid_run, trials.values())
+        for outcome in progress.failures:
+            _store_traceback(grid_run, trials[outcome.key], outcome.traceback)
+            with suppress(TrackerError):
+                grid_run.tracker.failed(trials[outcome.key], str(outcome.error))
+
     at_loss += [mark_interrupted, progress.close]
     stop = StopRequest(grid_run.workspace.store, grid_run.full_name)
 
@@ -175,7 +183,7 @@ def _measure(grid_run: GridRun, missing: dict[str, MeasureTask], address: str | 
         claimed_trials(store, grid_run.full_name, trials, grid_run.request.take_over) as (claimed, claim),
     ):
         cluster.at_loss.append(claim.release)
-        _print_skipped(trials, claimed)
+        _print_skipped(store, trials, claimed)
         tasks = {key: missing[key] for key in claimed}
         at_once, protocol = _at_once(grid_run, placement, cluster.resources, len(tasks)), grid_run.grid.robustness
         number = trial_count(len(tasks))
@@ -234,9 +242,11 @@ def _on_cluster(grid_run: GridRun, address: str | None) -> Iterator[_Cluster]:
         yield _Cluster(resources, local, at_loss)
 
 
-def _print_skipped(trials: Mapping[str, Trial], claimed: Mapping[str, Trial]) -> None:
-    if others := [trial.name for key, trial in trials.items() if key not in claimed]:
-        print_status(f"skipped, because another `san run` uses the same trials: {', '.join(others)}")
+def _print_skipped(store: Store, trials: Mapping[str, Trial], claimed: Mapping[str, Trial]) -> None:
+    if others := {key: trial.name for key, trial in trials.items() if key not in claimed}:
+        claim = claim_of(store, next(iter(others))) or "it has just ended"
+        remedy = "" if store.shared else "; if it was killed, run its grid with --take-over"
+        print_status(f"skipped, because another `san run` uses the same trials ({claim}): {', '.join(others.values())}{remedy}")
 
 
 def _at_once(grid_run: GridRun, placement: Placement, resources: Resources, trials: int) -> int:

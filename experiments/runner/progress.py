@@ -178,6 +178,7 @@ class Progress:
         self.clock, self.start, self.display = clock, clock() if start is None else start, Display(out, live)
         self.trials = {key: _TrialProgress(name, epochs[key], self.start) for key, name in names.items()}
         self.ended = 0
+        self.failures: list[Outcome] = []
 
     def started(self, key: str) -> None:
         trial, now = self.trials[key], self.clock()
@@ -216,6 +217,7 @@ class Progress:
         trial.end(outcome.error is not None)
         seconds = f"{self.clock() - trial.begun:.0f} s"
         if outcome.error is not None:
+            self.failures.append(outcome)
             self._write(f"{trial.name} FAILED after {seconds}: {outcome.error}")
         elif trial.latest is None:
             self._write(f"{trial.name} finished in {seconds}: already complete")

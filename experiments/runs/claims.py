@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.config.grid import Trial
-from experiments.runs.store import ClaimedError, StorageError, Store
+from experiments.runs.store import ClaimedError, StorageError, Store, node_lock
 
 GRIDS = "claims/grids"
 
@@ -57,11 +57,14 @@ def claim_trial(store: Store, folder: str) -> Claim:
 
 def require_idle(store: Store, key: str) -> None:
     """Raises `ClaimedError` if a `san run` trains a trial or is about to."""
-    for name in store.names(GRIDS):
-        if key in _parsed(store.read(name))["trials"] and store.is_claimed(name):
-            raise ClaimedError(
-                f"trial {key} is being trained or waits in a grid ({store.uri(name)}); stop its `san run`, or wait for its end"
-            )
+    if (name := claim_of(store, key)) is not None:
+        raise ClaimedError(f"trial {key} is being trained or waits in a grid ({name}); stop its `san run`, or wait for its end")
+
+
+def claim_of(store: Store, key: str) -> str | None:
+    """The address of the claim of a grid with this trial, if a `san run` has claimed one."""
+    names = (name for name in store.names(GRIDS) if key in _parsed(store.read(name))["trials"] and store.is_claimed(name))
+    return next(map(store.uri, names), None)
 
 
 @contextmanager
@@ -76,22 +79,23 @@ def claimed_trials(
         ClaimedError: another `san run` is training the grid. In a bucket, one that was killed counts too, unless `take_over`.
     """
     file, claimed = f"{GRIDS}/{grid}", set(missing)
-    for name in store.names(GRIDS):
-        theirs = claimed.intersection(_parsed(store.read(name))["trials"]) if name != file else set()
-        if theirs and store.is_claimed(name):
-            claimed -= theirs
-    trials = {key: trial for key, trial in missing.items() if key in claimed}
-    before = _parsed(store.read(file))["owner"]
-    claim = Claim(store, file, json.dumps({"owner": this_process(), "trials": [*trials]}).encode())
     with ExitStack() as stack:
-        try:
-            stack.enter_context(store.claim(file, claim.content, take_over))
-        except FileExistsError:
-            remedy = "" if store.shared else "; if that process was killed, add --take-over"
-            raise ClaimedError(
-                f"{store.uri(file)}: another `san run` is training this grid ({before}); wait until that process ends, or stop "
-                f"it, then run the same command again{remedy}"
-            ) from None
+        with node_lock(store.folder, "claims"):  # several may start at the same time
+            for name in store.names(GRIDS):
+                theirs = claimed.intersection(_parsed(store.read(name))["trials"]) if name != file else set()
+                if theirs and store.is_claimed(name):
+                    claimed -= theirs
+            trials = {key: trial for key, trial in missing.items() if key in claimed}
+            before = _parsed(store.read(file))["owner"]
+            claim = Claim(store, file, json.dumps({"owner": this_process(), "trials": [*trials]}).encode())
+            try:
+                stack.enter_context(store.claim(file, claim.content, take_over))
+            except FileExistsError:
+                remedy = "" if store.shared else "; if that process was killed, add --take-over"
+                raise ClaimedError(
+                    f"{store.uri(file)}: another `san run` is training this grid ({before}); wait until that process ends, or "
+                    f"stop it, then run the same command again{remedy}"
+                ) from None
         yield trials, claim
 
 

@@ -50,7 +50,8 @@ def versions() -> str:
 @functools.cache
 def _packages() -> dict[str, str]:
     """Versions of the installed packages. Read once, because it takes a tenth of a second."""
-    return {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    found = importlib.metadata.distributions()
+    return {name: d.version for d in found if (name := d.metadata["Name"])}  # an interrupted installation has none
 
 
 def _processor() -> str:

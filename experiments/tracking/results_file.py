@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -52,8 +53,11 @@ class ResultsFile:
                 try:
                     metrics = {name: float(row[column]) for column, name in METRICS.items()}
                     metrics |= {name: float(row[name]) for name in self.measured}
+                    if not all(map(math.isfinite, metrics.values())):
+                        raise ValueError
                     ended = datetime.fromisoformat(row["ended"]).timestamp()
-                    results[row["key"]] = Result("", True, metrics, float(row["seconds"]), ended)
+                    tags = {"hardware": row.get("hardware") or ""}
+                    results[row["key"]] = Result("", True, metrics, float(row["seconds"]), ended, tags=tags)
                 except (TypeError, ValueError):
                     raise UserError(f"{self.path}:{reader.line_num}: {expected}; delete this line") from None
         return results

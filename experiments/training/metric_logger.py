@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence, Set
 from experiments.config.grid import Trial
 from experiments.runs.store import PAUSE
 from experiments.runs.summary import Epoch
-from experiments.tracking import TrackerError
 from experiments.tracking.client import usable
 from experiments.tracking.registry import TrainedModel, register
 from experiments.tracking.tracker import NodeMonitor, Tracker, TrialRun
 from experiments.training.checkpoint import Checkpoint
-from san import CheckpointError, Complexity
+from san import Complexity
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class AsyncMetricLogger:
                     self._end(run)
                 elif NodeMonitor.is_wanted() and (self._monitor is None or not self._monitor.is_alive):
                     self._monitor = NodeMonitor(run.uri, run.run_id)
-        except (TrackerError, CheckpointError) as error:
+        except Exception as error:  # whatever it is, training goes on
             if not self._warned:
                 _log.warning("cannot send results to MLflow, will retry: %s", str(error).partition("\n")[0][:400])
             self._warned = True

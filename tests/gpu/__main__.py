@@ -46,6 +46,8 @@ def main() -> None:
         settings = Settings(device, work, *(str(folder.resolve()) if folder else None for folder in given))
         wanted = ("build/", *(options.case or [""]))
         cases = [case for case in all_cases(settings) if any(text in case.id for text in wanted)]
+        if nowhere := [text for text in wanted if not any(text in case.id for case in cases)]:
+            parser.error(f"--case {nowhere[0]}: no case's PART/NAME contains this")
         records = Runner(settings, options.out, options.budget).run(cases)
     counts = Counter(record["status"] for record in records)
     print(", ".join(f"{count} {status}" for status, count in counts.items()), file=sys.stderr)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -121,7 +122,7 @@ class Trainer:
         return self._parts[1:]
 
     def train(self, trial: Trial) -> Checkpoint:
-        """Prints a line after each epoch."""
+        """Prints a line after each epoch. Raises FloatingPointError if the loss is not finite."""
         config, recipe, settings, device = trial.config, trial.config.recipe, transform(trial.config.data), self.device
         training, _ = open_data(config.data)
         images, held_out = self.parts(config.data)
@@ -144,6 +145,8 @@ class Trainer:
             scores = evaluate(engine.model, batches(held_out, settings)) if is_due else None
             history.append(running.finished(len(training), scores))
             print(trial.name, history[-1], flush=True)
+            if not math.isfinite(history[-1].train_loss + (scores.loss if scores else 0)):
+                raise FloatingPointError(f"{trial.name}: the loss of epoch {number + 1} is not finite, so it is not recorded")
         origin = Origin(
             trial.grid, trial.profile, trial.row, trial.seed, trial.record, trial.data_digest, tuple(training.classes)
         )
@@ -165,7 +168,12 @@ def work(trials: Connection, folder: Path | None, measured: Sequence[str]) -> No
         import_sources(trial.imports)
         began = time.perf_counter()
         with numerics(trial.config.engine, device):
-            checkpoint, data = trainer.train(trial), trial.config.data
+            try:
+                checkpoint, data = trainer.train(trial), trial.config.data
+            except FloatingPointError as error:
+                print(error, flush=True)
+                trials.send(None)
+                continue
             seconds, last = time.perf_counter() - began, checkpoint.history[-1]
             measures = robustness(checkpoint, trainer.parts(data)[1], transform(data)) if measured else {}
         if folder is not None:
@@ -212,6 +220,9 @@ def missing(grids: Sequence[str], options: argparse.Namespace) -> list[Trial]:
                 trial = Trial(path.stem, profile, row.id, seed, config, digests[config.data], imports=expanded.imports)
                 seeds[path.stem, row.id] += trial.key in finished
                 found.setdefault(trial.key, trial)
+    names = Counter(trial.name for trial in found.values())
+    if options.checkpoints and (twice := [name for name, count in names.items() if count > 1]):
+        raise UserError(f"--checkpoints: several grids have {', '.join(twice)}; give each grid a folder OUT of its own")
     if unknown := set(options.only or ()) - {row for _, row in seeds}:
         raise UserError(f"--only {', '.join(sorted(unknown))}: not a row of {', '.join(grids)}")
     rest = [trial for key, trial in found.items() if key not in finished]
@@ -224,11 +235,12 @@ def run(trials: list[Trial], options: argparse.Namespace) -> None:
     longest, died = 0.0, 0
     began: dict[Connection, float] = {}
     file = options.known[-1]
-    is_new, waiting = not file.exists(), list(trials)
+    waiting = list(trials)
     with open(file, "a", encoding="utf-8", newline="") as output:
         writer = csv.writer(output, lineterminator="\n")
-        if is_new:
+        if output.tell() == 0:
             writer.writerow((*CSV_COLUMNS, *measured_by(options), "hardware", "loader", "revision"))
+            output.flush()
         folder = options.out if options.checkpoints else None
         ours: dict[Connection, object] = {}
         for _ in range(min(options.processes, len(trials))):

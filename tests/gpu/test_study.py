@@ -51,7 +51,8 @@ def images(tmp_path: Path) -> Path:
 
 def options(images: Path, *more: str) -> argparse.Namespace:
     keys = [f"data.root={images}", "data.train_per_class=null", *more]
-    return argparse.Namespace(known=[], only=None, robustness=False, profile="cifar10", seeds=None, overrides=keys)
+    off = dict.fromkeys(("robustness", "checkpoints"), False)
+    return argparse.Namespace(known=[], only=None, profile="cifar10", seeds=None, overrides=keys, **off)
 
 
 def test_trials_on_a_gpu_have_the_keys_of_those_on_a_cpu(images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +74,16 @@ def test_refuses_a_mistyped_row(images: Path) -> None:
     chosen.only = ["pairwise_none", "pairwise_nona"]
     with pytest.raises(UserError, match="--only pairwise_nona: not a row of position"):
         missing(["position"], chosen)
+
+
+def test_refuses_checkpoints_that_would_replace_each_other(images: Path, tmp_path: Path) -> None:
+    for name, model in (("a", "resnet26"), ("b", "resnet38")):
+        text = f"question: q\nproduct: {{recipe.lr: [0.1]}}\nbase: {{model: {{name: {model}}}}}"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    chosen = options(images)
+    chosen.checkpoints = True
+    with pytest.raises(UserError, match=r"--checkpoints: several grids have lr0\.1"):
+        missing([str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")], chosen)
 
 
 @pytest.mark.slow
@@ -111,6 +122,9 @@ def test_missing_trials_are_appended_and_continue(
     assert len(ResultsFile(out / "trials.csv").read()) == 6
     last = (out / "trials.csv").read_text().splitlines()
     assert last[0].endswith("hardware,loader,revision") and [line.split(",")[10] for line in last[1:]] == ["CPU"] * 6
+
+    assert "3 trials are missing" in study("--budget", "600", "--seeds", "1", "recipe.lr=1e30")  # diverge
+    assert len(ResultsFile(out / "trials.csv").read()) == 6
 
     assert "3 trials are missing" in study("--budget", "600", "--seeds", "1", "--robustness")
     measured = ResultsFile(out / "trials-robustness.csv", ROBUSTNESS_METRICS).read()

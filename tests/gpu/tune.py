@@ -91,6 +91,7 @@ def compare(operator: str, variant: str, sizes: cases.Sizes, namespaces: dict[st
             ready, left_out = prepare(calls, settings, graph=True)
             samples = measure(ready, settings, 7)
         row: Row = {"operator": operator, "direction": direction, "sizes": str(sizes), "variant": variant, "left_out": left_out}
+        row["passed"] = "ours" in ready
         yield row | summary(samples, "ours")
 
 

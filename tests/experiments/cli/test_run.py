@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import san
-from cluster import Node, ReportFn, Resources
+from cluster import Node, Observer, Outcome, ReportFn, Resources
 from cluster.errors import LostError
 from experiments.cli.run import run, study
 from experiments.config.config import PROJECT_DIR
@@ -282,7 +282,7 @@ def test_trial_that_another_command_trains_is_skipped(
         assert not run(grid_run.request, None)
     assert trained == ["first/other"]
     err = capsys.readouterr().err
-    assert "skipped, because another `san run` uses the same trials: plain" in err
+    assert "skipped, because another `san run` uses the same trials (" in err and "other-digits): plain" in err
     assert "trained 1 trial in " in err
     assert "not finished: plain, written_out; to resume, run `" in err
     assert run(grid_run.request, None)
@@ -299,6 +299,23 @@ def test_run_that_loses_its_trials_can_be_repeated(open_text: OpenGrid, run_san:
     assert (code, err.splitlines()[-1]) == (1, "san: no memory is left")
     assert [parent.info.status for parent in runs_of(grid_run, "grid")] == ["KILLED"]
     assert run_san(*command)[0] == 0
+
+
+@pytest.mark.usefixtures("plain_report")
+def test_failures_before_an_interruption_are_kept(open_text: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid_run = open_text("{question: q, rows: [{id: a, model: {name: resnet26}}]}")
+
+    def sweep(function: object, values: dict[str, Trial], *, observer: Observer, **_: object) -> None:
+        observer.finished(Outcome(next(iter(values)), "it broke", "where it broke"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(execute, "serial_sweep", sweep)
+    with pytest.raises(KeyboardInterrupt):
+        run(grid_run.request, None)
+    (failed,) = runs_of(grid_run, "trial")
+    assert (failed.info.status, failed.data.tags["san.error"]) == ("FAILED", "it broke")
+    (file,) = (grid_run.workspace.runs / "failures").iterdir()
+    assert file.read_text() == "where it broke"
 
 
 @pytest.mark.parametrize("is_back", [True, False])

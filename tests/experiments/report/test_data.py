@@ -74,6 +74,7 @@ def test_averages_seeds(write_grid: WriteGrid, tmp_path: Path) -> None:
     (line,) = table_rows(grid_run, results)
     assert (line.top1, line.seeds) == (92.0, 2)
     assert line.top1_half_width is None  # two seeds are listed
+    assert interval.half_width([0.0, 0.0, 0.0]) is None  # no certainty
     assert "| resnet26_3 | 76.0 | 92.0 (90.0, 94.0) | 2 |" in grid_table([line]).markdown()
     third = dataclasses.replace(grid_run.trials[0], seed=2)
     results[third.key] = Result("c", True, {"val/top1": 98.0, "val/top5": 99.0})

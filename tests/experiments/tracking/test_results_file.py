@@ -47,7 +47,7 @@ def test_edited_file_is_named_with_its_line(open_small_grid: OpenGrid, tmp_path:
     file, trials = ResultsFile(tmp_path / "kept.csv"), open_small_grid().trials
     file.add(trials[:1], {trials[0].key: result()})
     header, line = file.path.read_text().splitlines()
-    for edited in ("abc,def", line.rpartition(",")[0]):
+    for edited in ("abc,def", line.rpartition(",")[0], line.replace("71.25", "nan")):
         file.path.write_text(f"{header}\n{line}\n{edited}\n")
         with pytest.raises(UserError, match=r"kept.csv:3: .* the columns key, .*; delete this line"):
             file.read()

@@ -1,5 +1,6 @@
 """The metric logger: training does not wait for MLflow, which gets every epoch exactly once."""
 
+import itertools
 import logging
 import threading
 import time
@@ -38,11 +39,12 @@ def test_outage_of_mlflow_loses_no_epoch(
 ) -> None:
     """It is away in epochs 3 and 4, and from epoch 7 until after the end of the trial."""
     log, is_away, has_refused = TrialRun.log, threading.Event(), threading.Event()
+    errors = itertools.cycle([ConnectionError, RuntimeError])
 
     def request(run: TrialRun, history: Sequence[Epoch], logged: Set[int] | None) -> Set[int]:
         if is_away.is_set():
             has_refused.set()
-            raise ConnectionError
+            raise next(errors)
         return log(run, history, logged)
 
     monkeypatch.setattr(TrialRun, "log", request)
