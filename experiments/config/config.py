@@ -325,7 +325,7 @@ class ResourcesConfig(Strict):
     cpus: Count = 1
     """CPUs per worker."""
     gpus: Annotated[Real, Field(ge=0)] = 0
-    """GPUs per worker: a whole number, or a fraction such as 0.25 for trials that share a GPU."""
+    """GPUs per worker: 0, 1, or a fraction such as 0.25 for trials that share a GPU."""
 
 
 class CheckpointingConfig(Strict):
@@ -373,9 +373,10 @@ def combination_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     yield from _recipe_errors(config)
     yield from _engine_errors(config)
     workers, gpus = config.resources.workers, config.resources.gpus
-    if gpus % 1 and (gpus > 1 or workers > 1):
-        needs = f"must be a whole number if it is above 1 or a trial has several workers, not {gpus:g}"
-        yield "resources.gpus", f"{needs} (resources.workers={workers})"
+    if gpus > 1:
+        yield "resources.gpus", f"must be at most 1, as a worker uses one GPU, not {gpus:g}; for more, set resources.workers"
+    elif gpus % 1 and workers > 1:
+        yield "resources.gpus", f"must be 0 or 1 if a trial has several workers, not {gpus:g} (resources.workers={workers})"
 
 
 def _recipe_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ from experiments.config.expand import parse_override, profile_path, read_profile
 from experiments.errors import UserError
 from experiments.training.checkpoint import Checkpoint, read_checkpoint, weights_file
 from experiments.training.device import available_device, explain_oom, prepare_cpu
+from experiments.training.engine import numerics
 from experiments.training.images import open_split, transform
 from experiments.training.metrics import after_each, evaluate
 from pipelines import DataError, Dataset, Loader, Transform
@@ -139,7 +140,8 @@ def _opened_model(file: Path, model: BaseModel | None, changes: Mapping[str, Any
     known = checkpoint.trained_on(model)
     if profile is None and "input_size" in known:
         size, fraction = known["input_size"][-1], known.get("crop_pct", 1)
-        values["data"] |= {"size": size, "resize": round(size / fraction), "mean": known["mean"], "std": known["std"]}
+        values["data"] |= {"size": size, "resize": round(size / fraction)}
+        values["data"] |= {key: known[key] for key in ("mean", "std") if key in known}
     classes = known.get("label_names")
     config = _config(merged(values, changes) | {"model": asdict(model.spec)})
     path, digest = file.parent if is_folder else file, facts.get("data_digest", "")
@@ -197,7 +199,7 @@ def evaluate_checkpoint(
         UserError: out of GPU memory.
     """
     loader = evaluation_loader(opened, images, transform(opened.config.data), opened.batch)
-    with explain_oom(opened.config, loader.device, is_training=False):
+    with numerics(opened.config.engine, loader.device), explain_oom(opened.config, loader.device, is_training=False):
         loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), after_each(loader.epoch(0), ended))
     return Evaluation(
         checkpoint=str(opened.path),

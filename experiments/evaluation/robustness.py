@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from experiments.config.grid import ProtocolName
 from experiments.evaluation.evaluate import LoadedModel, evaluation_loader
 from experiments.training.device import available_device, explain_oom
+from experiments.training.engine import numerics
 from experiments.training.images import transform
 from experiments.training.metrics import Batches, after_each, evaluate
 from pipelines import Dataset, Transform
@@ -91,7 +92,8 @@ def measured(opened: LoadedModel, images: Dataset, condition: Condition, ended: 
         DataError: an image cannot be used.
         UserError: out of GPU memory.
     """
-    with explain_oom(opened.config, available_device(), is_training=False):
+    device = available_device()
+    with numerics(opened.config.engine, device), explain_oom(opened.config, device, is_training=False):
         return condition.measure(subject_of(opened, images, opened.batch, ended))
 
 

@@ -129,11 +129,12 @@ def check_init(grid_run: GridRun, trials: Iterable[Trial]) -> None:
     """
     request, done = grid_run.request, list[str]()
     configs = {trial.row: trial.config for trial in trials}
-    tuned = {(repr(c.model), c.data, init): row for row, c in configs.items() if (init := c.recipe.init)}
-    for (_, data, init), row in tuned.items():
+    tuned = {(repr(c.model), c.data, init, c.recipe.freeze): row for row, c in configs.items() if (init := c.recipe.init)}
+    for (_, data, init, freeze), row in tuned.items():
         classes = open_data(data)[0].classes
+        model = configs[row].model.spec().build(len(classes))
         try:
-            done.append(initialize(configs[row].model.spec().build(len(classes)), init, None, grid_run.workspace, classes))
+            done.append(initialize(model, init, None, grid_run.workspace, classes, freeze))
         except UserError as error:
             raise UserError(f"{request.grid}: row {row}: {error}") from None
     for text in dict.fromkeys(done):

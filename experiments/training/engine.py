@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from experiments.config.config import EngineConfig, RecipeConfig
+from experiments.errors import UserError
 from experiments.training.augment import Augmentation
 from experiments.training.recipe import MixedBatch, erased, frozen_parts, mixed, optimizer, schedule
 
@@ -44,26 +45,28 @@ def _leave_process_group() -> None:
 
 @contextmanager
 def numerics(config: EngineConfig, device: torch.device) -> Iterator[None]:
-    """Sets TF32 and, inside the block, deterministic algorithms, as configured.
+    """Inside the block, TF32 and deterministic algorithms are as configured.
 
     With `deterministic`, torch raises RuntimeError if an operation has no deterministic algorithm. On a GPU, the block must be
     entered before the first matrix product of the process.
     """
-    if device.type == "cuda":
-        # Not `fp32_precision`: torch's compiler still reads the older names, which raise after the newer one was set.
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(config.on(device.type).tf32)
-    if not config.deterministic:
-        yield
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Not `fp32_precision`: torch's compiler still reads the older names, which raise after the newer one was set.
+    with_tf32: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn) if device.type == "cuda" else ()
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
+    tf32_before = [each.allow_tf32 for each in with_tf32]
+    for each in with_tf32:
+        each.allow_tf32 = bool(config.on(device.type).tf32)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
+        for each, value in zip(with_tf32, tf32_before, strict=True):
+            each.allow_tf32 = value
 
 
 class Engine:
@@ -95,12 +98,13 @@ class Engine:
         self.recipe, self.augment = recipe, augment
         self._class_weight_C = None if class_weight_C is None else class_weight_C.to(self.device)
         if recipe.sync_batchnorm:
+            _require_plain_norms(model)
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self._frozen = frozen_parts(model, recipe.freeze)
         # An exponential moving average of weights and BatchNorm statistics; it begins as a copy.
         self._average: AveragedModel | None = None
         if recipe.ema_decay:
-            self._average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.ema_decay), use_buffers=True)
+            self._average = AveragedModel(model, multi_avg_fn=_averaging(recipe.ema_decay), use_buffers=True)
         self.optimizer = optimizer(model, recipe)
         self.schedule = schedule(self.optimizer, recipe, steps)
         self._engine, *_ = deepspeed.initialize(
@@ -245,6 +249,28 @@ class Engine:
         return [self.module] if self._average is None else [self.module, self._average.module]
 
 
+def _averaging(decay: float) -> Callable[[Sequence[Tensor], Sequence[Tensor], Any], None]:
+    """The moving average of floating-point tensors; the others, such as indices, are copied. torch would average and truncate
+    them."""
+    average: Any = get_ema_multi_avg_fn(decay)
+
+    def update(averages: Sequence[Tensor], values: Sequence[Tensor], count: Any) -> None:
+        if averages[0].is_floating_point():
+            average(averages, values, count)
+        else:
+            for each, value in zip(averages, values, strict=True):
+                each.copy_(value)
+
+    return update
+
+
+def _require_plain_norms(model: nn.Module) -> None:
+    """Raises UserError if SyncBatchNorm would replace a norm that computes more, such as timm's with an activation."""
+    plain = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+    if others := {type(layer).__name__ for layer in model.modules() if isinstance(layer, plain) and type(layer) not in plain}:
+        raise UserError(f"recipe.sync_batchnorm: would remove what {', '.join(others)} add to BatchNorm; leave out this key")
+
+
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers in the state dict of a model, on the CPU."""
     state = model.state_dict()
@@ -358,8 +384,9 @@ class StepGraphs:
 
     def _capture(self, part: MixedBatch, images: int) -> tuple[MixedBatch, Callable[[], object], Tensor]:
         static = part.clone()
-        before = [tensor.clone() for tensor in self._state]
+        before, random = [tensor.clone() for tensor in self._state], torch.cuda.get_rng_state()
         replay, result = record(lambda: self._run(static, images), self._pool)
+        torch.cuda.set_rng_state(random)  # the warm-up has drawn numbers, and a resumed trial captures again
         for tensor, value in zip(self._state, before, strict=True):
             tensor.copy_(value)
         return static, replay, result

@@ -34,9 +34,17 @@ def init_digest(init: str | None, workspace: Workspace) -> str:
         return _digest(file)
 
 
-def initialize(model: BaseModel, init: str, digest: str | None, workspace: Workspace, classes: Sequence[str]) -> str:
+def initialize(
+    model: BaseModel,
+    init: str,
+    digest: str | None,
+    workspace: Workspace,
+    classes: Sequence[str],
+    freeze: Sequence[str] = (),
+) -> str:
     """Loads the weights of `recipe.init`, except the classifier if it is for other classes than these. Returns a sentence about
-    it. `digest` is that of the file when the trial was planned; None if it has just been computed.
+    it. `digest` is that of the file when the trial was planned; None if it has just been computed. `freeze` is that of the
+    recipe.
 
     Raises:
         UserError: the weights have another digest, are of another model, or there are none.
@@ -55,6 +63,8 @@ def initialize(model: BaseModel, init: str, digest: str | None, workspace: Works
                     f"trained on other classes than the images have, and the classifier of {model.spec.name} is not known; use "
                     "weights for the same classes, or one of this project's networks"
                 )
+            if "head" in freeze:
+                raise UserError("recipe.freeze: `head` would stay random, because the images have other classes; leave it out")
             state |= {name: weight for name, weight in expected.items() if name.startswith(f"{model.classifier_name}.")}
             other = (
                 f"{model.num_classes} classes instead of {number}"

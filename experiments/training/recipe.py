@@ -55,7 +55,7 @@ class MixedBatch(NamedTuple):
         """Mean cross-entropy in float32; weighted over both classes if there are two.
 
         With `weight_C`, the loss of each image is multiplied by the weight of its class, and still divided by the number of
-        images, so that it does not depend on how a batch is split over workers.
+        images and not by the sum of their weights, which workers do not share.
         """
         logits_NC = logits_NC.float()
 

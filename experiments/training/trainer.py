@@ -145,7 +145,7 @@ class Trainer:
         if config.recipe.drop_path:  # a model of the user may have rates of its own
             model.set_drop_rates(drop_path_rate=config.recipe.drop_path)
         if config.recipe.init is not None:
-            _log.info(initialize(model, config.recipe.init, trial.init_digest, workspace, classes))
+            _log.info(initialize(model, config.recipe.init, trial.init_digest, workspace, classes, config.recipe.freeze))
         self.complexity, self.tags = san.complexity(model, config.data.size), compute_tags(config.engine, device)
         if config.recipe.scaling is not None and rank == 0:
             _log.info(config.recipe.scaling)

@@ -148,6 +148,14 @@ def test_notes_that_images_differ_from_training(trained: Trained, tmp_path: Path
     assert err.startswith(f"note: the images of train in {tmp_path} differ")
 
 
+def test_images_of_a_network_whose_preprocessing_is_known_in_part(tmp_path: Path) -> None:
+    model = san.create_model("resnet26", 10, num_stages=2, width_mult=0.25)
+    model.pretrained_cfg = {"input_size": [3, 64, 64]}
+    san.save_checkpoint(model, tmp_path / "a.pt")
+    data = open_checkpoint(tmp_path / "a.pt").config.data
+    assert (data.size, data.mean) == (64, (0.485, 0.456, 0.406))  # as for ImageNet
+
+
 def test_finds_the_best_checkpoint_of_a_folder(tmp_path: Path) -> None:
     checkpoints = opened_checkpoints(tmp_path, keep=1)
     for number in range(1, 4):  # the first is the best

@@ -73,6 +73,7 @@ def test_tf32_is_set_for_matmul_and_cudnn(wanted: bool | None, allowed: bool) ->
         with numerics(EngineConfig(tf32=wanted), torch.device("cuda")):
             assert matmul.allow_tf32 == cudnn.allow_tf32 == allowed
             assert (matmul.fp32_precision == "tf32") == allowed, "what the kernels read"
+        assert matmul.allow_tf32 == cudnn.allow_tf32 == (not allowed), "as before"
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.config.config import EngineConfig, RecipeConfig
+from experiments.errors import UserError
 from experiments.training.engine import Engine, numerics
 from experiments.training.metrics import Accuracy, Scores
 from tests.experiments.processes import together
@@ -104,7 +105,10 @@ def test_several_models_can_be_compiled_in_one_process() -> None:
 
 
 def test_ema_averages_weights_and_statistics() -> None:
-    engine = Engine(network(), recipe(ema_decay=0.8), 3, 8)
+    """But not indices."""
+    model = network()
+    model.register_buffer("index", torch.arange(225))
+    engine = Engine(model, recipe(ema_decay=0.8), 3, 8)
     mean: dict[str, Tensor] | None = None
     for step, batch in enumerate(batches()):
         engine.train_step(*batch)
@@ -115,6 +119,18 @@ def test_ema_averages_weights_and_statistics() -> None:
             if "num_batches" not in name:
                 torch.testing.assert_close(kept[name].double(), value, rtol=1e-5, atol=1e-7, msg=f"{name}, step {step}")
     assert not torch.equal(engine.model[0].weight, engine.module[0].weight)  # type: ignore[index]
+    assert torch.equal(engine.model.get_buffer("index"), torch.arange(225))
+
+
+def test_synchronized_norms_replace_no_norm_that_computes_more() -> None:
+    class Activated(nn.BatchNorm1d):
+        """As in timm."""
+
+        def forward(self, x_NC: Tensor) -> Tensor:
+            return super().forward(x_NC).relu()
+
+    with pytest.raises(UserError, match=r"recipe\.sync_batchnorm: .*Activated"):
+        Engine(nn.Sequential(nn.Linear(6, 4), Activated(4)), recipe(sync_batchnorm=True), 3, 8)
 
 
 @pytest.mark.parametrize("parts", [2, 3])

@@ -103,6 +103,8 @@ def test_classifier_is_new_if_the_classes_differ(classes: tuple[str, ...], tmp_p
     theirs.pretrained_cfg = {"label_names": ["a", "b"]}
     san.save_checkpoint(theirs, tmp_path / "a.pt")
     assert "with a new classifier" in started(mine, tmp_path / "a.pt", classes=classes)
+    with pytest.raises(UserError, match=r"recipe\.freeze: `head` would stay random"):
+        initialize(mine, str(tmp_path / "a.pt"), None, open_workspace(), classes, ("head",))
     assert equal(mine, theirs, except_for="head.")
     assert torch.equal(mine.head.weight, fresh.head.weight)  # type: ignore[union-attr, arg-type]
 

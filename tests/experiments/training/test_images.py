@@ -174,3 +174,5 @@ def test_fewer_validation_images() -> None:
     assert (len(train), len(val)) == (1437, 30)
     assert open_split(config).digest() == val.digest()
     assert len(open_split(config, "val")) == 360
+    with pytest.raises(DataError, match=r"data\.val_split_per_class: missing"):
+        open_split(config, "val-split")
