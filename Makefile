@@ -1,5 +1,6 @@
 # `make demo` (minutes), `make study` (a day) and `make test` set up what they need first; the second time they find it ready.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Not a link in an activated environment, which may be replaced.
+PYTHON ?= $(shell readlink -f "$$(command -v python3.11 || command -v python3)")
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := experiments/grids/footprint.yaml --profile digits
@@ -67,6 +68,7 @@ test-clients: $(CLIENTS)/.installed
 	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m pytest tests/clients
 
 $(CLIENTS)/.installed: requirements-clients.txt | setup
+	@rm -rf $(CLIENTS)
 	@$(BIN)/pip install -qq --no-deps --target $(CLIENTS) -r $<
 	@touch $@
 
@@ -85,7 +87,7 @@ test-torch: $(TORCH_VENV)/.installed
 
 # numpy, setuptools and onnxscript as that torch wants them; the others as pinned.
 $(TORCH_VENV)/.installed: requirements.txt
-	@$(STEP) "environment $(TORCH_VENV)" $(PYTHON) -m venv $(TORCH_VENV)
+	@$(STEP) "environment $(TORCH_VENV)" "$(PYTHON)" -m venv $(TORCH_VENV)
 	@$(STEP) "torch $(TORCH)" $(TORCH_VENV)/bin/pip install -qq torch==$(TORCH) numpy setuptools onnxruntime onnxscript \
 	  $$(grep -E '^(click|hypothesis|psutil|py-spy|pydantic|pytest|pytest-timeout|PyYAML)==' requirements.txt)
 	@touch $@
@@ -97,25 +99,26 @@ UNBOUNDED := import re, tomllib; project = tomllib.load(open("pyproject.toml", "
   names = sum(project["optional-dependencies"].values(), project["dependencies"]); \
   print(re.sub(r",<\S+", "", " ".join(names)))
 test-latest:
-	@$(STEP) "environment $(LATEST_VENV)" $(PYTHON) -m venv $(LATEST_VENV)
+	@$(STEP) "environment $(LATEST_VENV)" "$(PYTHON)" -m venv $(LATEST_VENV)
 	@$(STEP) "torch" $(LATEST_VENV)/bin/pip install -qq --upgrade torch setuptools wheel
 	@$(STEP) "newest releases" env DS_IGNORE_CUDA_DETECTION=1 $(LATEST_VENV)/bin/pip install -qq --upgrade \
-	  --upgrade-strategy eager --no-build-isolation $$($(PYTHON) -c '$(UNBOUNDED)')
+	  --upgrade-strategy eager --no-build-isolation $$("$(PYTHON)" -c '$(UNBOUNDED)')
 	@$(STEP) "the project itself" $(LATEST_VENV)/bin/pip install -qq --no-build-isolation --no-deps -e .
 	@$(STEP) "tests with the newest releases" $(subst $(BIN),$(LATEST_VENV)/bin,$(PYTEST)) -m "not slow"
 
+CPP := find cuda_ext -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh'
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@$(BIN)/clang-format --dry-run --Werror $$(git ls-files --cached --others --exclude-standard 'cuda_ext/*.h' 'cuda_ext/*.cpp' 'cuda_ext/*.cu*')
+	@$(BIN)/clang-format --dry-run --Werror $$($(CPP))
 
 # Known vulnerabilities of the pinned packages; needs the network, and says so where it is missing.
 audit:
-	@PYTHON=$(PYTHON) ./.ci/audit
+	@PYTHON="$(PYTHON)" ./.ci/audit
 
 format: setup
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
-	@$(BIN)/clang-format -i $$(git ls-files --cached --others --exclude-standard 'cuda_ext/*.h' 'cuda_ext/*.cpp' 'cuda_ext/*.cu*')
+	@$(BIN)/clang-format -i $$($(CPP))
 
 # On a machine with a GPU: tests and times the most important cases in ten minutes (tests/gpu). Results go to runs/gpu-check.
 # A machine that has torch, numpy and nvcc but not this environment: `make gpu-check GPU_PYTHON=python3 GPU_SETUP=`.
@@ -131,15 +134,26 @@ setup: $(VENV)/.installed
 # its CUDA operators, of which we use none, and would fail on a machine with a GPU but no CUDA toolkit: DS_IGNORE_CUDA_DETECTION.
 # uv installs the rest in a tenth of pip's time; if it fails (say, behind a proxy that only pip knows), pip does. Compiled as by pip:
 # otherwise, where Python may not write byte code, each process compiles MLflow and pandas again.
-$(VENV)/.installed: requirements.txt setup.py pyproject.toml
-	@$(STEP) "environment $(VENV)" $(PYTHON) -m venv $(VENV)
+#
+# An environment is made again if its installation was interrupted, if it was made in another folder (a clone was copied or renamed),
+# or if another PYTHON is given.
+VERSION_OF = -c 'import sys; print(*sys.version_info[:2], sep=".")'
+VERSION := $(if $(filter command line environment,$(origin PYTHON)),$(shell "$(PYTHON)" $(VERSION_OF)))
+IS_CURRENT = [ "$$(head -n $(if $(VERSION),2,1) $(VENV)/.installed 2>&-)" = "$$(printf '%s\n' "$(CURDIR)" $(VERSION))" ]
+.PHONY: outdated
+$(VENV)/.installed: requirements.txt setup.py pyproject.toml $(shell $(IS_CURRENT) || echo outdated)
+	@"$(PYTHON)" -c 'import sys; sys.version_info[:2] in ((3, 11), (3, 12), (3, 13)) or sys.exit("san needs Python 3.11, 3.12 or 3.13, \
+	not " + sys.version.split()[0] + ": make setup PYTHON=/path/to/python3.11")'
+	@$(IS_CURRENT) || rm -rf $(VENV)
+	@rm -f $@
+	@$(STEP) "environment $(VENV)" "$(PYTHON)" -m venv $(VENV)
 	@$(STEP) "torch" $(BIN)/pip install $$(grep -E '^(torch|setuptools|wheel|uv)==' requirements.txt)
 	@$(STEP) "pinned dependencies" env DS_IGNORE_CUDA_DETECTION=1 VIRTUAL_ENV=$(VENV) sh -c '\
-	  $(BIN)/uv pip install --compile-bytecode --system-certs --no-deps --no-build-isolation-package deepspeed -r requirements.txt || \
+	  $(BIN)/uv pip install --python $(BIN)/python --compile-bytecode --system-certs --no-deps --no-build-isolation-package deepspeed -r requirements.txt || \
 	  $(BIN)/pip install --no-build-isolation -r requirements.txt'
 	@$(STEP) "the project itself" $(BIN)/pip install -qq --no-build-isolation --no-deps -e .
-	@touch $@
+	@printf '%s\n' "$(CURDIR)" "$$($(BIN)/python $(VERSION_OF))" > $@
 
 # Leaves data/ and runs/ alone: they hold work.
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-latest build dist site *.egg-info
+	rm -rf $(VENV) .venv-torch-* .venv-latest $(CLIENTS) build dist site *.egg-info cuda_ext/prebuilt

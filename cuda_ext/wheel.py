@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,9 @@ def main() -> None:
     """Builds the wheel and prints its path. Nothing is left in the source folder."""
     os.environ["SAN_CUDA"] = "0"
     folder, built = Path(sys.argv[1]).resolve(), libraries(retry=True)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))  # else nothing would delete the folder, whose kernels go before the sources
+    shutil.rmtree(PREBUILT, ignore_errors=True)
     PREBUILT.mkdir()
     try:
         for part in ("cpu", "resample"):

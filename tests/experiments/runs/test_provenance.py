@@ -1,6 +1,7 @@
 """The commit and the environment of a result."""
 
 import importlib.metadata
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from experiments.runs import provenance
 
 
 def test_commit_of_a_checkout() -> None:
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
     where = Path(provenance.__file__).parent
     head = subprocess.run(["git", "-C", where, "rev-parse", "HEAD"], capture_output=True, text=True)
     if head.returncode != 0:
