@@ -24,7 +24,7 @@ def main() -> None:
     os.environ["SAN_CUDA"] = "0"
     folder, built = Path(sys.argv[1]).resolve(), libraries(retry=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # else nothing would delete the folder, whose kernels go before the sources
+        signal.signal(number, lambda *_: sys.exit(1))  # else the folder would stay, whose kernels go before the sources
     shutil.rmtree(PREBUILT, ignore_errors=True)
     PREBUILT.mkdir()
     try:

@@ -119,8 +119,9 @@ class _Parts:
 
 
 def _convolution(args: tuple[Any, ...], out: Tensor) -> int:
-    weight, bias = args[1], args[2]
-    return out.numel() * weight[0].numel() + (out.numel() if bias is not None else 0)
+    weight, bias, is_transposed = args[1], args[2], args[6]
+    products = (args[0] if is_transposed else out).numel() * weight[0].numel()
+    return int(products) + (out.numel() if bias is not None else 0)
 
 
 def _linear(args: tuple[Any, ...], out: Tensor) -> int:  # addmm(bias, x, weight)
@@ -153,6 +154,8 @@ PAPER_COUNTS: Counts = {
     "aten::relu_": _per_output,
     "aten::max_pool2d_with_indices": _per_input(1),
     "aten::mean": _per_input(1),
+    "aten::avg_pool2d": _per_input(1),
+    "aten::_adaptive_avg_pool2d": _per_input(1),
     "san::subtraction": _per_output,
     "san::dot": _dot,
     "san::aggregation": lambda args, out: out.numel() * args[2] ** 2,

@@ -38,7 +38,8 @@ def create_model(
     `model.pretrained_cfg` has the size, mean and std of its images and the names of its classes, as in timm.
 
     Args:
-        num_classes: by default 1000 and, with `pretrained`, the classes of the training; another number gives a new classifier.
+        num_classes: by default 1000 and, for a network with weights, the classes of its training; with `pretrained`, another
+            number gives a new classifier.
 
     Raises:
         ValueError: unknown name or field, numbers that do not fit together, or overrides of a pretrained model.

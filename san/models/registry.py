@@ -67,7 +67,10 @@ def register_model(name: str) -> Callable[[F], F]:
     """
 
     def register(function: F) -> F:
-        if name.startswith(TIMM) or (name in VARIANTS and not isinstance(VARIANTS[name], ModuleSpec)):
+        from san.models.pretrained import included  # imports this file
+
+        is_ours = name in included() or (name in VARIANTS and not isinstance(VARIANTS[name], ModuleSpec))
+        if name.startswith(TIMM) or is_ours:
             raise ValueError(f"model {name!r} is a model of this package or of timm; choose another name")
         VARIANTS[name] = module_spec(name, function)
         return function

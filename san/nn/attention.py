@@ -333,14 +333,15 @@ def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
 
     def watch(name: str, layer: SelfAttention) -> RemovableHandle:
-        def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            weights[name] = layer.weights(*inputs)
+        def keep(_: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+            weights[name] = layer.weights(*inputs, **named)
 
-        return layer.register_forward_pre_hook(keep)
+        return layer.register_forward_pre_hook(keep, with_kwargs=True)
 
     watches = [watch(name, layer) for name, layer in model.named_modules() if isinstance(layer, SelfAttention)]
     try:
-        model(x_NCHW)
+        with torch.compiler.set_stance("force_eager"):  # a compiled model would ignore the hooks
+            model(x_NCHW)
     finally:
         for handle in watches:
             handle.remove()

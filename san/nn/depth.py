@@ -32,10 +32,12 @@ class Blocks(nn.Sequential):
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         for block in self:
-            if self.checkpoints and self.training:
-                x_NCHW = checkpoint(block, x_NCHW, use_reentrant=False, context_fn=partial(_contexts, block))
-            else:
+            if not self.checkpoints or not self.training:
                 x_NCHW = block(x_NCHW)
+            elif torch.compiler.is_compiling():  # which updates running statistics once, and has no contexts
+                x_NCHW = checkpoint(block, x_NCHW, use_reentrant=False)
+            else:
+                x_NCHW = checkpoint(block, x_NCHW, use_reentrant=False, context_fn=partial(_contexts, block))
         return x_NCHW
 
 

@@ -28,8 +28,8 @@ def fold(model: M) -> M:
     folded = copy.deepcopy(model).eval().requires_grad_(False)
     for layer in folded.modules():
         layer.__dict__[_KEPT] = {}
-    folded.train = functools.partial(_only_evaluates, folded)  # type: ignore[assignment]
-    folded.register_load_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+        layer.train = functools.partial(_only_evaluates, layer)  # type: ignore[method-assign]
+        layer.register_load_state_dict_pre_hook(_refuse)
     return folded
 
 

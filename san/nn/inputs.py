@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from san.nn.norm import is_plain
 from san.ops import library
 from san.ops.tracing import is_traced
 
@@ -15,16 +16,19 @@ def check_map(x: Tensor, layer: nn.Module, name: str) -> None:
     """Checks the input of a module whose first layer is `layer`, unless another kind of layer has replaced it.
 
     Raises:
-        ValueError: `x` is not [N, C, H, W] with the layer's number of channels, dtype and device.
+        ValueError: `x` is not [N, C, H, W] with the layer's number of channels, dtype and device. Autocast may convert it.
     """
     if is_traced(x) or not isinstance(layer, nn.Conv2d):
         return
     if x.dim() != 4 or x.shape[1] != layer.in_channels:
         raise ValueError(f"{name} must have shape [N, {layer.in_channels}, H, W], not {list(x.shape)}")
+    if not is_plain(layer, nn.Conv2d):  # hooks may replace its weight
+        return
     weight = layer.weight
     if x.device != weight.device:
         raise ValueError(f"{name} is on {x.device}, but the model is on {weight.device}; move one to the other")
-    if x.dtype != weight.dtype and not (x.is_floating_point() and _is_autocast(x.device.type)):
+    is_cast = x.dtype in (torch.float16, torch.bfloat16, torch.float32) and _is_autocast(x.device.type)
+    if x.dtype != weight.dtype and not is_cast:
         raise ValueError(f"{name} is {x.dtype}, but the model is {weight.dtype}; convert one of them")
 
 

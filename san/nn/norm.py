@@ -317,7 +317,7 @@ def _with_norm(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> tuple[T
         bias = -mean if conv.bias is None else conv.bias - mean
         return (conv.weight * scale[:, None, None, None]).to(dtype), torch.addcmul(shift, bias, scale).to(dtype)
 
-    weight, bias = kept(conv, conv.weight, None, folded)
+    weight, bias = kept(conv, conv.weight, id(norm), folded)  # convolutions can share their weights
     return x_NCHW, weight, bias
 
 

@@ -92,15 +92,16 @@ class Position(nn.Module):
 
     def features(self, like_NRHW: Tensor) -> Tensor:
         """p of every pixel, [1, 2, H, W], in float32 or float64."""
-        if is_traced(like_NRHW) or self.linear.weight.dtype != (dtype := torch.promote_types(like_NRHW.dtype, torch.float32)):
+        if isinstance(self.linear, nn.Conv2d) and (is_traced(like_NRHW) or is_plain(self.linear, nn.Conv2d)):
             return _projected(like_NRHW, self.linear.weight, self.linear.bias)
+        dtype = torch.promote_types(like_NRHW.dtype, torch.float32)
+        computed_in = next((weight.dtype for weight in self.linear.parameters()), dtype)
         with full_precision(like_NRHW.device.type):
-            return self.linear(coordinates(like_NRHW, dtype))
+            return self.linear(coordinates(like_NRHW, computed_in)).to(dtype)
 
 
 @leaf
 def _projected(like_NRHW: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert bias is not None, "p is an affine map"
     dtype = torch.promote_types(like_NRHW.dtype, torch.float32)
     with full_precision(like_NRHW.device.type):
-        return conv2d(coordinates(like_NRHW, dtype), weight.to(dtype), bias.to(dtype))
+        return conv2d(coordinates(like_NRHW, dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -20,7 +20,8 @@ def unfold(x_NCHW: Tensor, kernel_size: int) -> Tensor:
     if x_NCHW.numel() == 0:  # F.unfold refuses an empty batch
         return x_NCHW.new_empty(N, C, kernel_size**2, H * W) + x_NCHW.sum()
     padded = F.pad(x_NCHW, (kernel_size // 2,) * 4, mode="reflect")
-    return F.unfold(padded, kernel_size).view(N, C, kernel_size**2, H * W)
+    # Under autocast on a CPU, the padding is in float32.
+    return F.unfold(padded, kernel_size).view(N, C, kernel_size**2, H * W).to(x_NCHW.dtype)
 
 
 def subtraction(phi_NRHW: Tensor, psi_NRHW: Tensor, kernel_size: int) -> Tensor:

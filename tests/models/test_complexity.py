@@ -124,6 +124,11 @@ def test_other_modules_have_one_part() -> None:
     assert (counted.params, counted.flops_paper) == (part.params, part.flops_paper)
 
 
+def test_transposed_convolutions_and_average_pooling() -> None:
+    layers = torch.nn.ConvTranspose2d(3, 8, 2, 2, bias=False), torch.nn.AvgPool2d(2), torch.nn.AdaptiveAvgPool2d(2)
+    assert san.complexity(torch.nn.Sequential(*layers), 4).flops_paper == 16 * 3 * 8 * 4 + 8 * 8 * 8 + 8 * 4 * 4
+
+
 def test_weights_as_input_of_submodules() -> None:
     """Such as the class token of a transformer."""
 

@@ -86,6 +86,8 @@ def test_registration_rejects_our_names_and_parameters_that_cannot_be_fields() -
     with pytest.raises(ValueError, match="choose another name"):
         san.register_model("resnet26")(tiny)
     with pytest.raises(ValueError, match="choose another name"):
+        san.register_model("resnet26_cifar10")(tiny)
+    with pytest.raises(ValueError, match="choose another name"):
         san.register_model("timm/tiny")(tiny)
     for function in (lambda num_classes, in_channels, depth=1: None, lambda num_classes, in_channels, depth: None):
         with pytest.raises(ValueError, match="depth needs a type hint and a default"):

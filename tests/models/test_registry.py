@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import pickle
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import san
@@ -106,9 +108,26 @@ def test_folded_copy_is_frozen() -> None:
     folded = san.fold(model)
     assert model.training and not folded.eval().training
     assert not any(parameter.requires_grad for parameter in folded.parameters())
-    for change in (folded.train, lambda: folded.load_state_dict(model.state_dict())):
-        with pytest.raises(RuntimeError, match=r"san\.fold"):
-            change()
+    for whole, part in ((model, folded), (model.stage1, folded.stage1)):
+        for change in (part.train, functools.partial(part.load_state_dict, whole.state_dict())):
+            with pytest.raises(RuntimeError, match=r"san\.fold"):
+                change()
+
+
+@torch.no_grad()
+def test_folded_copy_of_convolutions_with_shared_weights() -> None:
+    model = san.create_model("resnet26", 5, depths=(3,), widths=(64,), num_stages=2).eval()
+    for vector in (x for x in model.parameters() if x.dim() == 1):
+        vector.add_(torch.randn_like(vector) / 5)
+    _, first, second = model.layer1
+    second.conv2 = first.conv2
+    torch.testing.assert_close(san.fold(model)(IMAGES), model(IMAGES), rtol=1e-4, atol=1e-4)
+
+
+def test_input_check_reads_no_weight_that_a_hook_sets() -> None:
+    model = small().eval()
+    prune.l1_unstructured(model.stem, "weight", 0.3)
+    assert model.double()(IMAGES.double()).dtype == torch.float64
 
 
 @every_kind

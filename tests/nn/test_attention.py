@@ -57,6 +57,9 @@ def test_attention_weights_covers_every_layer_and_removes_its_hooks() -> None:
     assert torch.equal(model(x), before)
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert san.attention_weights(san.create_model("resnet26", 10, num_stages=2).eval(), x) == {}
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    assert len(san.attention_weights(compiled, x)) == len(weights)
 
 
 @every_kind
@@ -84,9 +87,10 @@ def test_positions_are_accurate_in_half_types(how: str) -> None:
 
 @pytest.mark.parametrize("position", ["absolute", "relative"])
 @pytest.mark.parametrize("backend", ["auto", "unfused"])
-def test_hooks_of_the_position_run(position: str, backend: ops.Backend) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hooks_of_the_position_run(position: str, backend: ops.Backend, dtype: torch.dtype) -> None:
     """Pruning, for example, uses a hook that recomputes the weight before each call."""
-    module, x = PairwiseAttention(CHANNELS, 3, position=position), torch.randn(2, CHANNELS, 4, 5)
+    module, x = PairwiseAttention(CHANNELS, 3, position=position).to(dtype), torch.randn(2, CHANNELS, 4, 5).to(dtype)
     linear = module.get_submodule("position.linear")
     seen: list[torch.Size] = []
     linear.register_forward_hook(lambda layer, args, out: seen.append(out.shape))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import san
+from san.nn.depth import Blocks, drop_path
 
 
 def gradients(model: nn.Module, x_NCHW: Tensor) -> list[Tensor]:
@@ -27,6 +28,53 @@ def test_checkpoints_change_neither_gradients_nor_statistics(name: str) -> None:
     total = saving(x_NCHW).square().sum()
     twice = [torch.autograd.grad(total, list(saving.parameters()), retain_graph=True) for _ in range(2)]
     torch.testing.assert_close(*twice)
+
+
+def test_checkpoints_run_each_block_again() -> None:
+    model, calls = san.create_model("resnet26", 5, num_stages=2, width_mult=0.5), 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    blocks = [block for stage in model.modules() if isinstance(stage, Blocks) for block in stage]
+    for block in blocks:
+        block.register_forward_pre_hook(count)
+    for checkpoints in (False, True):
+        model.set_grad_checkpointing(checkpoints)
+        calls = 0
+        gradients(model, torch.randn(2, 3, 32, 32))
+        assert calls == (1 + checkpoints) * len(blocks)
+
+
+def test_checkpoints_can_be_compiled() -> None:
+    model, x_NCHW = san.create_model("san10_pairwise", 5, depths=(1,), widths=(32,)), torch.randn(2, 3, 8, 8)
+    saving = copy.deepcopy(model)
+    saving.set_grad_checkpointing()
+    compiled = torch.compile(saving, backend="aot_eager")
+    total = compiled(x_NCHW).square().sum()
+    torch.testing.assert_close(list(torch.autograd.grad(total, list(saving.parameters()))), gradients(model, x_NCHW))
+    torch.testing.assert_close(dict(saving.named_buffers()), dict(model.named_buffers()))
+
+
+def test_stochastic_depth_drops_whole_images_and_scales_the_others() -> None:
+    torch.manual_seed(0)
+    x_NCHW = torch.rand(1000, 2, 1, 1) + 1
+    factors = (drop_path(x_NCHW, 0.2, training=True) / x_NCHW).flatten(1)
+    torch.testing.assert_close(factors[:, 0], factors[:, 1])
+    torch.testing.assert_close(factors, 1.25 * (factors > 0))
+    assert abs(factors.mean() - 1) < 0.1
+    assert drop_path(x_NCHW, 0.2, training=False) is x_NCHW
+
+
+@pytest.mark.parametrize("name", ["san10_pairwise", "resnet26"])
+def test_stochastic_depth_changes_training(name: str) -> None:
+    torch.manual_seed(0)
+    model, x_NCHW = san.create_model(name, 5, num_stages=3, width_mult=0.5), torch.randn(8, 3, 48, 48)
+    model.set_drop_rates(drop_path_rate=0.5)
+    first, second = (model(x_NCHW) for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(*(model.eval()(x_NCHW) for _ in range(2)))
 
 
 def test_recomputation_has_the_backend_of_the_forward_pass() -> None:
