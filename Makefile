@@ -1,6 +1,6 @@
 # `make demo` (minutes), `make study` (a day) and `make test` set up what they need first; the second time they find it ready.
-# Not a link in an activated environment, which may be replaced.
-PYTHON ?= $(shell readlink -f "$$(command -v python3.11 || command -v python3)")
+# Not the link in an activated environment, which may be made again.
+PYTHON ?= $(shell "$$(command -v python3.11 || command -v python3)" -c 'import os, sys; print(os.path.realpath(sys.executable))')
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := experiments/grids/footprint.yaml --profile digits
@@ -144,7 +144,7 @@ IS_CURRENT = [ "$$(head -n $(if $(VERSION),2,1) $(VENV)/.installed 2>&-)" = "$$(
 $(VENV)/.installed: requirements.txt setup.py pyproject.toml $(shell $(IS_CURRENT) || echo outdated)
 	@"$(PYTHON)" -c 'import sys; sys.version_info[:2] in ((3, 11), (3, 12), (3, 13)) or sys.exit("san needs Python 3.11, 3.12 or 3.13, \
 	not " + sys.version.split()[0] + ": make setup PYTHON=/path/to/python3.11")'
-	@$(IS_CURRENT) || rm -rf $(VENV)
+	@$(IS_CURRENT) || { [ ! -e $(VENV) ] || echo "$(VENV): incomplete, or made elsewhere or for another Python; it is made again"; rm -rf $(VENV); }
 	@rm -f $@
 	@$(STEP) "environment $(VENV)" "$(PYTHON)" -m venv $(VENV)
 	@$(STEP) "torch" $(BIN)/pip install $$(grep -E '^(torch|setuptools|wheel|uv)==' requirements.txt)

@@ -22,10 +22,10 @@ from cuda_ext.build import PREBUILT, SOURCE_DIR, BuildError, libraries
 def main() -> None:
     """Builds the wheel and prints its path. Nothing is left in the source folder."""
     os.environ["SAN_CUDA"] = "0"
-    folder, built = Path(sys.argv[1]).resolve(), libraries(retry=True)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))  # else the folder would stay, whose kernels go before the sources
     shutil.rmtree(PREBUILT, ignore_errors=True)
+    folder, built = Path(sys.argv[1]).resolve(), libraries(retry=True)
     PREBUILT.mkdir()
     try:
         for part in ("cpu", "resample"):

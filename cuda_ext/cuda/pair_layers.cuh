@@ -391,7 +391,7 @@ struct LayerGradients {
   Tensor weight1, shift2, weight2;
 };
 
-// Writes the gradients of the layers, which are zeros before.
+// Writes the gradients of the layers.
 template <class F, class S>
 void layer_gradients(LayerWork& work, const LogitGradients& gz, const LayerGradients& out) {
   const Pairs& p = work.pairs;

@@ -311,6 +311,10 @@ def submit(request: GridRequest, names: tuple[str, ...], wait: bool, address: st
 def main() -> None:
     """Runs the command. User errors are printed without a traceback, and SIGTERM to this process acts like Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if os.path.expanduser("~") == "~":  # some users of containers have no home folder, without which MLflow cannot be imported
+        from cluster.session import private_folder  # imports Ray
+
+        os.environ["HOME"] = str(private_folder())
     # Imports create half a million permanent objects. Garbage collection among them took a third of the time of `san plan`.
     gc.set_threshold(50_000)
     atexit.register(gc.freeze)

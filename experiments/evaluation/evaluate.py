@@ -107,8 +107,9 @@ def open_checkpoint(path: Path, overrides: Sequence[str] = (), profile: str | No
             f"{path}: this checkpoint stores its own preprocessing; leave out --profile, and use overrides to change data.*"
         )
     origin = found.origin
-    # Without the settings of the engine, which have no effect here and which other versions may not know.
-    config = _config(merged(origin.record | {"engine": {}}, changes))
+    # Of the settings of the engine, only this one has an effect here; other versions may not know the others.
+    engine = {"tf32": origin.record.get("engine", {}).get("tf32")}
+    config = _config(merged(origin.record | {"engine": engine}, changes))
     return LoadedModel(
         file, found.model(), config, len(found.history), origin.classes, origin.data_digest, origin.seed, origin.row
     )

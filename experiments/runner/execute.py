@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from cluster import ClusterError, Observer, Outcome, Placement, ReportFn, Resources, concurrency, this_machine
@@ -139,9 +140,10 @@ def _train_claimed(
         """And records the failures until then, which the sweep does not return."""
         _mark_interrupted(grid_run, trials.values())
         for outcome in progress.failures:
-            _store_traceback(grid_run, trials[outcome.key], outcome.traceback)
             with suppress(TrackerError):
                 grid_run.tracker.failed(trials[outcome.key], str(outcome.error))
+            with suppress(OSError):
+                _write_traceback(grid_run, trials[outcome.key], outcome.traceback)
 
     at_loss += [mark_interrupted, progress.close]
     stop = StopRequest(grid_run.workspace.store, grid_run.full_name)
@@ -309,14 +311,19 @@ def prepare(grid_run: GridRun) -> None:
         grid_run.tracker.prepare(grid_run.grid, grid_run.workspace.artifacts)
 
 
+def _write_traceback(grid_run: GridRun, trial: Trial, text: str) -> Path:
+    path = grid_run.workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", errors="replace")  # names of images need not be text
+    return path
+
+
 def _store_traceback(grid_run: GridRun, trial: Trial, text: str) -> None:
     workspace = grid_run.workspace
-    path = workspace.runs / "failures" / f"{trial.name}-{trial.key}.txt"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8", errors="replace")  # names of images need not be text
+        path = _write_traceback(grid_run, trial, text)
     except OSError as error:
-        print_status(f"{path}: cannot write the traceback of {trial.name} ({error.strerror}); the traceback follows\n{text}")
+        print_status(f"cannot write the traceback of {trial.name} ({error}); the traceback follows\n{text}")
         return
     retry(lambda: workspace.store.upload(path))
     log = workspace.uri(workspace.log(trial, node="*"))

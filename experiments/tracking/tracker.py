@@ -158,9 +158,9 @@ class Tracker:
         unless the last command is complete."""
         with usable(self.uri):
             run_id = self._require_parent().info.run_id
+            self.client.set_terminated(run_id, status="FINISHED" if complete else "FAILED")
             for file in files:
                 self.client.log_artifact(run_id, str(file), folder)
-            self.client.set_terminated(run_id, status="FINISHED" if complete else "FAILED")
 
     def _existing_experiment(self) -> Experiment | None:
         """The grid's experiment, if it exists. Raises TrackerError if it was deleted."""

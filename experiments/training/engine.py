@@ -53,7 +53,10 @@ def numerics(config: EngineConfig, device: torch.device) -> Iterator[None]:
     # Not `fp32_precision`: torch's compiler still reads the older names, which raise after the newer one was set.
     with_tf32: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn) if device.type == "cuda" else ()
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    tf32_before = [each.allow_tf32 for each in with_tf32]
+    try:
+        tf32_before = [each.allow_tf32 for each in with_tf32]
+    except RuntimeError:  # imported code has set `fp32_precision`
+        tf32_before = []
     for each in with_tf32:
         each.allow_tf32 = bool(config.on(device.type).tf32)
     if config.deterministic:
@@ -65,7 +68,7 @@ def numerics(config: EngineConfig, device: torch.device) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.backends.cudnn.benchmark = before[1]
-        for each, value in zip(with_tf32, tf32_before, strict=True):
+        for each, value in zip(with_tf32, tf32_before, strict=False):
             each.allow_tf32 = value
 
 

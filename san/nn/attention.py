@@ -6,6 +6,9 @@ output positions, K = footprint^2 positions of a footprint. Value channel c uses
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -340,7 +343,8 @@ def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:
 
     watches = [watch(name, layer) for name, layer in model.named_modules() if isinstance(layer, SelfAttention)]
     try:
-        with torch.compiler.set_stance("force_eager"):  # a compiled model would ignore the hooks
+        # A compiled model would ignore the hooks. The compiler is slow to import.
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
             model(x_NCHW)
     finally:
         for handle in watches:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
-_KEPT = "_san_kept"
+_KEPT, _NUMBER = "_san_kept", "_san_number"
 MOST_KEPT = 16
 """Values of a layer. Others, for more sizes of images, are computed at each call. None is dropped: a CUDA graph may read
 it."""
@@ -26,8 +26,8 @@ def fold(model: M) -> M:
     RuntimeError. Fold the model again after you have changed it.
     """
     folded = copy.deepcopy(model).eval().requires_grad_(False)
-    for layer in folded.modules():
-        layer.__dict__[_KEPT] = {}
+    for number, layer in enumerate(folded.modules()):
+        layer.__dict__[_KEPT], layer.__dict__[_NUMBER] = {}, number
         layer.train = functools.partial(_only_evaluates, layer)  # type: ignore[method-assign]
         layer.register_load_state_dict_pre_hook(_refuse)
     return folded
@@ -49,6 +49,11 @@ def kept(layer: nn.Module, like: Tensor, options: Hashable, compute: Callable[[]
             return value
         values[key] = value
     return values[key]
+
+
+def number(layer: nn.Module) -> int | None:
+    """The number of a layer in a folded copy; it is the same in copies of that."""
+    return layer.__dict__.get(_NUMBER)
 
 
 def _only_evaluates(model: nn.Module, mode: bool = True) -> nn.Module:

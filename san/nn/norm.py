@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d, linear, max_pool2d, relu
 from torch.nn.modules.module import _has_any_global_hook
 
-from san.nn.folding import kept
+from san.nn.folding import kept, number
 from san.ops import fused as kernels
 from san.ops import library
 from san.ops.functional import fuses
@@ -317,7 +317,7 @@ def _with_norm(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> tuple[T
         bias = -mean if conv.bias is None else conv.bias - mean
         return (conv.weight * scale[:, None, None, None]).to(dtype), torch.addcmul(shift, bias, scale).to(dtype)
 
-    weight, bias = kept(conv, conv.weight, id(norm), folded)  # convolutions can share their weights
+    weight, bias = kept(conv, conv.weight, number(norm), folded)  # convolutions can share their weights
     return x_NCHW, weight, bias
 
 

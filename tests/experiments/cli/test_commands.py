@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pwd
 import re
 import shlex
 import subprocess
@@ -10,12 +11,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import pytest
 import torch
 from click.testing import CliRunner
 
+from cluster.session import private_folder
 from experiments.cli.commands import cli
 from experiments.config.config import PROJECT_DIR
 from experiments.config.expand import GRIDS_DIR, expand, profile_path
@@ -42,6 +45,14 @@ def test_models_are_listed_with_their_fields(printed: Printed) -> None:
         ("san19_pairwise", 3, "subtraction"),
     ]
     assert printed("models", "resnet26").split()[:2] == ["resnet26", "depths=[1,2,4,1]"]
+
+
+def test_user_without_a_home_folder(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs with a number instead of a user."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError))
+    printed("models", "resnet26")
+    assert Path.home() == private_folder()
 
 
 def test_complexity_as_json(printed: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
