@@ -19,7 +19,7 @@ def interruptible(ask_trials: Callable[[], object]) -> Iterator[Callable[[], boo
     """Inside the block, the first SIGINT or SIGTERM calls `ask_trials`, which is to make the trials return, instead of raising
     KeyboardInterrupt. Yields a function that returns whether there was a signal. Only for the main thread."""
     INTERRUPTED.clear()
-    ended = threading.Event()
+    handled, ended = threading.Event(), threading.Event()
     arrivals, sent = socket.socketpair()
     sent.setblocking(False)
 
@@ -34,12 +34,14 @@ def interruptible(ask_trials: Callable[[], object]) -> Iterator[Callable[[], boo
             INTERRUPTED.set()
             ask_trials()
             if not ended.wait(SECONDS_TO_SAVE):
+                handled.wait()  # Python would take a second signal before that for the same one
                 os.kill(os.getpid(), signal.SIGINT)
             ended.wait()
 
     def handle(number: int, frame: object) -> None:
         for each in SIGNALS:
             signal.signal(each, signal.default_int_handler)
+        handled.set()
 
     before = {number: signal.signal(number, handle) for number in SIGNALS}
     fd_before = signal.set_wakeup_fd(sent.fileno(), warn_on_full_buffer=False)
@@ -52,3 +54,4 @@ def interruptible(ask_trials: Callable[[], object]) -> Iterator[Callable[[], boo
         ended.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+        handled.set()  # not before: a handler would wait for the lock that this takes

@@ -83,12 +83,12 @@ def open_split(config: DataConfig, name: str | None = None) -> Dataset:
     """
     if name is None and config.val_per_class is not None:
         return open_data(config)[1]
+    if name == "val-split" and config.val_split_per_class is None:
+        raise DataError("data.val_split_per_class: missing; set the number of images per class to hold out")
     name = name or ("val" if config.split == "val-original" else config.split)
     if name == "train":
         return open_data(config)[0]
     if name == "val-split":
-        if config.val_split_per_class is None:
-            raise DataError("data.val_split_per_class: missing; set the number of images per class to hold out")
         return open_data(config.model_copy(update={"split": name}))[1]
     _require_fitting(config)
     if config.source == "synthetic":

@@ -176,3 +176,5 @@ def test_fewer_validation_images() -> None:
     assert len(open_split(config, "val")) == 360
     with pytest.raises(DataError, match=r"data\.val_split_per_class: missing"):
         open_split(config, "val-split")
+    complete = config.model_copy(update={"split": "val-split", "val_per_class": None})
+    assert open_split(complete).digest() == open_data(complete)[1].digest()
