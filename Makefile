@@ -89,7 +89,7 @@ test-torch: $(TORCH_VENV)/.installed
 $(TORCH_VENV)/.installed: requirements.txt
 	@$(STEP) "environment $(TORCH_VENV)" "$(PYTHON)" -m venv $(TORCH_VENV)
 	@$(STEP) "torch $(TORCH)" $(TORCH_VENV)/bin/pip install -qq torch==$(TORCH) numpy setuptools onnxruntime onnxscript \
-	  $$(grep -E '^(click|hypothesis|psutil|py-spy|pydantic|pytest|pytest-timeout|PyYAML)==' requirements.txt)
+	  $$(grep -E '^(click|hypothesis|psutil|py-spy|pydantic|pytest|pytest-timeout|PyYAML|safetensors)==' requirements.txt)
 	@touch $@
 
 # The everyday tests with the newest releases of all packages in the extras, without pins and upper bounds, in an environment of its

@@ -20,6 +20,7 @@ from cluster.errors import TOKEN_HINT, ClusterError
 
 STOP_SECONDS = 60
 """Time in which a stopped job can end its trials and update MLflow, before Ray kills it. Ray's default is 3 s."""
+SECONDS_TO_ANSWER = 30.0
 STARTUP_SECONDS = 90.0
 """Seconds within which a new head must accept jobs; its dashboard responds earlier."""
 NOT_READY = "No available agent"
@@ -39,7 +40,7 @@ class FinishedJob:
     message: str
     """One line."""
     exit_code: int | None
-    """Exit code of its command; None if the command was killed or did not start."""
+    """Exit code of its command; None if it did not start, or if the job was stopped."""
 
 
 class JobServer:
@@ -62,6 +63,7 @@ class JobServer:
             )
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray's client prefers it to its argument
         with self._errors():
+            requests.get(f"{self.address}/api/version", timeout=SECONDS_TO_ANSWER)  # Ray's client would wait without end
             self._client = JobSubmissionClient(self.address)
 
     def submit(self, job: str, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
@@ -88,11 +90,16 @@ class JobServer:
         """Writes a job's log until the job ends."""
 
         async def tail() -> None:
-            async for piece in self._client.tail_job_logs(job):
-                write(piece)
+            pieces = self._client.tail_job_logs(job)
+            while True:
+                with self._errors():
+                    piece = await anext(pieces, None)
+                if piece is None:
+                    return
+                write(piece)  # outside, because its errors are not the server's
 
+        asyncio.run(tail())
         with self._errors():
-            asyncio.run(tail())
             while not (details := self._client.get_job_info(job)).status.is_terminal():
                 time.sleep(0.5)
         code = details.driver_exit_code
@@ -107,7 +114,7 @@ class JobServer:
             yield
         except AuthenticationError:
             raise ClusterError(f"{self.address} rejected the token or requires one; {TOKEN_HINT}") from None
-        except (aiohttp.ClientError, requests.RequestException, OSError) as error:
+        except (aiohttp.ClientError, requests.RequestException, OSError, KeyError, TypeError) as error:
             raise ClusterError(
                 f"{self.address} does not answer like a job server ({type(error).__name__}); check the address, the network "
                 "and the head's dashboard"

@@ -58,7 +58,8 @@ def _watch(local: bool, connected: threading.Event, ended: threading.Event, at_l
     address, node, responded_at = context.gcs_address, context.get_node_id(), time.monotonic()
     host, _, port = address.rpartition(":")
     # A head of others is known by its answers alone; it takes 12 s to notice a lost raylet.
-    ours = [child for child in psutil.Process().children() if child.name() in ("raylet", "gcs_server")] if local else []
+    running = psutil.process_iter(["ppid", "name"]) if local else ()
+    ours = [each for each in running if each.info["ppid"] == os.getpid() and each.info["name"] in ("raylet", "gcs_server")]
     while not ended.wait(_SECONDS_BETWEEN_CHECKS):
         message = None
         try:

@@ -28,9 +28,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What the developer's shell sets for the product does not reach the tests, except settings of the kernels.
 KERNELS = ("SAN_CACHE", "SAN_CPU", "SAN_CUDA")
-PRODUCT = ("RAY_", "TUNE_", "MLFLOW_", "SAN_", "AWS_", "DEEPSPEED_", "DS_ACCELERATOR", "LOCAL_RANK")
+PRODUCT = ("RAY_", "TUNE_", "MLFLOW_", "SAN_", "AWS_", "DEEPSPEED_", "DS_ACCELERATOR", "LOCAL_RANK", "GIT_")
 for name in [name for name in os.environ if name.startswith(PRODUCT) and name not in KERNELS]:
     del os.environ[name]
+
+# A proxy of the developer's is not for the servers of the tests.
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
 # Ray gives its workers a low priority, so that beside other tests they would hardly run.
 os.environ["RAY_worker_niceness"] = "0"
@@ -78,7 +81,7 @@ def imports_are_kept() -> None:
 def pytest_timeout_set_timer(item: pytest.Item, settings: Settings) -> None:
     """Before `pytest-timeout` ends a hanging test and prints the stacks of this process, prints those of the processes that the
     test has started, and kills them."""
-    timer = threading.Timer(settings.timeout - SECONDS_FOR_STACKS, _print_stacks, [item])
+    timer = threading.Timer(max(settings.timeout - SECONDS_FOR_STACKS, settings.timeout / 2), _print_stacks, [item])
     timer.daemon = True
     timer.start()
     item.stash[TIMER] = timer

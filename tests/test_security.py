@@ -21,6 +21,7 @@ from pipelines.datasets.shards import HEADER, _checksum, index_path
 @pytest.mark.parametrize("prepared", ["link", "open folder"])
 def test_folder_of_another_user_is_not_used(prepared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("cluster.session._LONGEST_TEMPORARY", 1000)
     planted = tmp_path / f"san-{os.getuid()}"
     if prepared == "link":
         (tmp_path / "elsewhere").mkdir()
@@ -29,7 +30,7 @@ def test_folder_of_another_user_is_not_used(prepared: str, tmp_path: Path, monke
         planted.mkdir()
         planted.chmod(0o777)
     folder = cluster.session.private_folder()
-    assert folder != planted and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder.parent == tmp_path and folder != planted and stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 def test_deleting_a_folder_of_the_runs_leaves_the_target_of_a_link(tmp_path: Path) -> None:

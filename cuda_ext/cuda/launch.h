@@ -118,7 +118,7 @@ inline void check_supported(const Tensor& map, int64_t products, bool has_hidden
                   "san.ops.backend(\"unfused\")");
 }
 
-// A result like x of which kernels write all elements, unless the map is empty, where none is launched.
+// A result with the shape of x. Kernels fill it, so it needs no zeros, except for an empty map, where no kernel runs.
 inline Tensor result_like(const Tensor& x, const Tensor& map) {
   return map.numel() > 0 ? torch::stable::new_empty(x, x.sizes()) : torch::stable::new_zeros(x, x.sizes());
 }

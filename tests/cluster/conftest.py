@@ -12,5 +12,7 @@ from cluster.session import session
 
 @pytest.fixture(scope="package")
 def resources() -> Iterator[Resources]:
-    with patch.dict(os.environ), session() as resources:  # Ray and the session set variables
-        yield resources
+    with patch.dict(os.environ):  # Ray and the session set variables
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray would leave a trial the number of the developer's shell
+        with session() as resources:
+            yield resources

@@ -8,10 +8,7 @@ import pytest
 
 from tests.cluster.nodes import nodes
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc"),
-]
+pytestmark = pytest.mark.slow
 
 
 def test_trials_spread_over_nodes_and_wait_for_new_ones(tmp_path: Path) -> None:

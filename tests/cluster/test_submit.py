@@ -9,10 +9,12 @@ import secrets
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -203,3 +205,28 @@ def test_explains_a_wrong_address(
     with pytest.raises(ClusterError) as caught:
         JobServer(address)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("answer", [None, b"<html>", b"[]", b'{"major": "1"}'])
+def test_explains_a_server_that_is_no_job_server(answer: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if answer is None:
+                ended.wait()
+            else:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(answer)
+
+    for name in LEFT_OUT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("cluster.submit.SECONDS_TO_ANSWER", PATIENCE if answer else 0.1)
+    ended = threading.Event()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with pytest.raises(ClusterError, match="does not answer like a job server"):
+                JobServer(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            ended.set()
+            server.shutdown()

@@ -1,7 +1,6 @@
 """Small values for several tests: the metrics of an epoch, finished trials and checkpoints."""
 
 import resource
-import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -89,7 +88,6 @@ def flip_a_bit(content: bytes) -> bytes:
 def full_disk() -> Iterator[None]:
     """Inside the block, no file can grow beyond 1000 bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
         yield

@@ -1,6 +1,5 @@
 """Servers for tests, in processes on this machine: MLflow and an object store."""
 
-import importlib.util
 import os
 import re
 import signal
@@ -10,8 +9,6 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
-
-import pytest
 
 from tests.experiments.drivers import PATIENCE, wait_until
 
@@ -77,13 +74,11 @@ class Server:
 
 
 class ObjectStore:
-    """moto's S3 server, which keeps everything in memory, with one bucket, `runs`. Skips the test if moto is not installed."""
+    """moto's S3 server, which keeps everything in memory, with one bucket, `runs`."""
 
     KEYS: ClassVar = {"AWS_ACCESS_KEY_ID": "ada", "AWS_SECRET_ACCESS_KEY": "open sesame"}
 
     def __init__(self, log: Path) -> None:
-        if importlib.util.find_spec("moto") is None:
-            pytest.skip("moto, an S3 server, is missing: install requirements.txt")
         command = [sys.executable, "-m", "moto.server", "-H", LOOPBACK, "-p", "0"]
         with open(log, "w") as out:
             self.process = subprocess.Popen(command, env={**os.environ, **self.KEYS}, stdout=out, stderr=out)

@@ -249,13 +249,6 @@ def test_warns_and_uses_the_reference_without_a_compiler(tmp_path: Path) -> None
     assert "reference operators on the CPU" in done.stderr and "g++" in done.stderr
 
 
-def test_finds_cached_kernels_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert library.missing("cpu") is None
-    monkeypatch.setenv("CXX", "none")
-    found = build.libraries()
-    assert all(isinstance(found[part], Path) for part in ("cpu", "resample")), found
-
-
 def missing_on(gpus: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> str | None:
     """Returns `library.missing("cuda")` on a machine with these GPUs."""
     monkeypatch.setattr(library, "load_kernels", lambda: {})

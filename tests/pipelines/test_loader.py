@@ -32,9 +32,6 @@ few = settings(max_examples=settings.default.max_examples // 4, suppress_health_
 """All examples can share a fixture, because they do not change images."""
 AGREEMENT = 0.3
 """Allowed mean absolute difference from Pillow; pixel values go up to 255."""
-needs_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="decoding on the GPU needs a CUDA device, and torch sees none"
-)
 
 
 def save(image: NDArray[np.uint8], path: Path) -> None:
@@ -384,15 +381,3 @@ def test_gpu_graph_gives_the_images_of_the_cpu(shades: Path, split: str, monkeyp
     for here, there in zip(on_cpu.epoch(1), on_gpu.epoch(1), strict=True):
         assert torch.equal(here.labels_N, there.labels_N)
         assert (here.images_NCHW - there.images_NCHW).abs().mean() < 2
-
-
-@needs_cuda
-def test_cuda_agrees_with_cpu(shades: Path) -> None:
-    data = Dataset.scan(shades, "train")
-    for train in (True, False):
-        devices = torch.device("cpu"), torch.device("cuda")
-        on_cpu, on_cuda = (Loader(data, PLAIN, train=train, batch_size=5, device=device) for device in devices)
-        for here, there in zip(on_cpu.epoch(1), on_cuda.epoch(1), strict=True):
-            assert there.images_NCHW.is_cuda and there.labels_N.is_cuda
-            assert torch.equal(here.labels_N, there.labels_N.cpu())
-            assert (here.images_NCHW - there.images_NCHW.cpu()).abs().mean() < 2

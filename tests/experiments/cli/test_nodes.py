@@ -31,10 +31,7 @@ rows:
 """
 MINE = next(block.text for block in blocks((PROJECT_DIR / "docs/guides/grids.md").read_text()) if block.file == "mine.py")
 """A relation and a model of a user."""
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes through /proc"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

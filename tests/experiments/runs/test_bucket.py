@@ -94,7 +94,8 @@ def test_requests_to_an_unavailable_store_are_repeated(
     assert bucket.read("a") == b"content"
 
 
-def test_outage_that_lasts_too_long_is_reported(server: ObjectStore, bucket: S3Store) -> None:
+def test_outage_that_lasts_too_long_is_reported(server: ObjectStore, bucket: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "PAUSE", 0.01)
     server.refuse()
     try:
         with pytest.raises(StorageError, match=r"rejected the credentials.*gave up after 0 s"):

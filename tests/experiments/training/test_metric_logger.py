@@ -91,4 +91,5 @@ def test_system_metrics(wanted: bool, open_small_grid: OpenGrid, monkeypatch: py
         assert time.monotonic() < limit
         time.sleep(0.05)
     logger.finish(None, None, PATIENCE)
+    assert (logger._monitor is not None) == wanted
     assert (name in grid_run.tracker.results()[key].metrics) == wanted == NodeMonitor.is_wanted()

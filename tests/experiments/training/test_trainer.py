@@ -1,7 +1,7 @@
 """Whole trials; those that are killed run in separate processes."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TextIO
 
 import pytest
@@ -137,19 +137,6 @@ def test_trial_saves_its_work_when_it_is_asked_to_stop(open_small_grid: OpenGrid
     again: list[Mapping[str, float]] = []
     run_trial(grid_run.workspace, trial, again.append)
     assert (again[0]["epoch"], again[0]["step"]) == (0, 2)
-
-
-def test_trial_ends_after_an_epoch_if_it_should_not_continue(open_small_grid: OpenGrid) -> None:
-    grid_run = open_small_grid(*SHORT)
-    trial, asked = resnet(grid_run), []
-
-    def should_continue(key: str, top1: Sequence[float]) -> bool:
-        asked.append((key, len(top1)))
-        return False
-
-    run_trial(grid_run.workspace, trial, silent, Control(should_continue))
-    assert asked == [(trial.key, 1)]
-    assert grid_run.tracker.results()[trial.key].stopped_at == 1
 
 
 def test_trial_ends_without_patience_and_is_finished(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
