@@ -250,8 +250,7 @@ def study(
     Example: san study --profile cifar10 --seeds 5
     """
     from experiments.cli.run import study as run_study
-    from experiments.config.config import PROJECT_DIR
-    from experiments.config.expand import GRIDS_DIR
+    from experiments.config.config import GRIDS_DIR, PROJECT_DIR
     from experiments.config.grid import GridRequest
 
     folder = PROJECT_DIR / "docs" / "results" / Path(profile).stem

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from experiments.config.expand import profile_path
 from experiments.config.grid import GridRequest
 from experiments.errors import UserError
 from experiments.evaluation.robustness import PROTOCOLS, ROBUSTNESS_METRICS
@@ -51,6 +52,7 @@ def study(request: GridRequest, address: str | None, page: Path, kept: Path, tra
     Raises:
         UserError: as `open_grid_run` and `run`, before training starts.
     """
+    profile_path(request.profile)  # before a folder of its name is made
     trained, measured = ResultsFile(kept), ResultsFile(kept.with_stem(f"{kept.stem}-robustness"), ROBUSTNESS_METRICS)
     for path, option in ((page, "--page"), (kept, "--results"), (measured.path, "--results")):
         with suppress(OSError):

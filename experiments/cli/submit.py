@@ -88,7 +88,7 @@ def stage(request: GridRequest, folder: Path) -> int:
     for file, copied in zip(files, content.get("imports", ()), strict=True):
         target = folder / GRID_FOLDER / copied
         target.parent.mkdir(parents=True)
-        shutil.copy(file, target)
+        shutil.copy(os.path.expanduser(file), target)
     contents = {folder / GRID_FOLDER / request.grid.name: content}
     if profile.endswith(".yaml"):
         contents[folder / _copied_profile(profile)] = read_profile(profile_path(profile), resolve_paths=False)

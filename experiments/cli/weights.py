@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from experiments.cli.options import OVERRIDES, RUNS
-from experiments.config.expand import GRIDS_DIR
+from experiments.config.config import GRIDS_DIR
 from experiments.config.grid import GridRequest
 from experiments.evaluation.evaluate import Evaluation, LoadedModel, evaluate_checkpoint, open_checkpoint, open_images
 from experiments.runner.grid_run import open_grid_run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from san.choice import ChoiceError, ModelError, choices, similar
 from san.models import ModelSpec, ModuleSpec, model_spec
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
+GRIDS_DIR = PROJECT_DIR / "experiments" / "grids"
 """Folder of the packages, data/ and runs/."""
 
 
@@ -94,8 +96,14 @@ def _fields(spec: type[ModelSpec]) -> dict[str, TypeAdapter[Any]]:
     """The validator of each field of a kind of spec."""
     hints = {field.name: typing.get_type_hints(spec)[field.name] for field in dataclasses.fields(spec)}
     any_type = ConfigDict(arbitrary_types_allowed=True)  # such as that of a parameter of a user's model
-    strict: dict[object, Any] = {str: str, bool: StrictBool}
-    return {field: TypeAdapter(strict.get(hint, Annotated[hint, NUMBERS]), config=any_type) for field, hint in hints.items()}
+
+    def strict(hint: Any) -> Any:
+        if hint is bool:
+            return StrictBool
+        takes_booleans = hint in (str, Any) or bool in typing.get_args(hint)
+        return hint if takes_booleans else Annotated[hint, NUMBERS]
+
+    return {field: TypeAdapter(strict(hint), config=any_type) for field, hint in hints.items()}
 
 
 def is_module(name: object) -> bool:
@@ -324,7 +332,7 @@ class ResourcesConfig(Strict):
     """Number of worker processes of a trial."""
     cpus: Count = 1
     """CPUs per worker."""
-    gpus: Annotated[Real, Field(ge=0)] = 0
+    gpus: Annotated[Real, Field(ge=0)] = 0.0
     """GPUs per worker: 0, 1, or a fraction such as 0.25 for trials that share a GPU."""
 
 
@@ -449,6 +457,7 @@ def _words(item: Any) -> str:
     if item["type"] == "string_type" and isinstance(item["input"], bool | int | float):
         return f"should be text, not {json.dumps(item['input'])}; put it in quotes"
     message = item["msg"].removeprefix("Input ").replace("valid tuple", "list").replace("Tuple", "List")
+    message = re.sub(r"valid dictionary( or instance of \w+)?", "mapping of keys", message)
     message = message.partition(" after validation")[0]
     return f"{message[0].lower()}{message[1:]}, not {json.dumps(item['input'], default=str)}"
 
@@ -458,7 +467,8 @@ def unknown_key(path: str, allowed: Sequence[str]) -> str:
     section, dot, key = path.rpartition(".")
     near = [f"{section}{dot}{name}" for name in [similar(key, allowed)] if name]
     if not section and not near:  # a key without its section, such as `lr` for `recipe.lr`
-        keys = [f"{section}.{name}" for section in TrialConfig.model_fields for name in keys_at(TrialConfig, (section,))]
+        base = "base." * ("base" in allowed)  # in a grid
+        keys = [f"{base}{section}.{name}" for section in TrialConfig.model_fields for name in keys_at(TrialConfig, (section,))]
         near = [full for full in keys if full.endswith(f".{key}")]
     hint = f"did you mean `{'` or `'.join(near)}`? Allowed" if near else "allowed"
     return f"unknown key; {hint}: {', '.join(sorted(allowed))}"

@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from experiments.config.config import (
+    GRIDS_DIR,
     PROJECT_DIR,
     ModelConfig,
     TrialConfig,
@@ -27,6 +28,7 @@ from experiments.config.config import (
     model_errors,
     schema_errors,
     takes_text,
+    unknown_key,
     value_at,
 )
 from experiments.config.grid import LONGEST_ID, Grid, GridRequest, Layer, Plot, ProtocolName, Row, is_checkpoint_name
@@ -34,7 +36,6 @@ from experiments.config.imports import SourceFile, import_files
 from experiments.errors import UserError
 from san.choice import choices
 
-GRIDS_DIR = PROJECT_DIR / "experiments" / "grids"
 PROFILES_DIR = GRIDS_DIR / "profiles"
 PATHS = (("data", "root"), ("data", "lists"), ("recipe", "init"))
 """Keys whose values are paths. Relative paths are resolved from the current folder, those in a profile file from its folder,
@@ -102,6 +103,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def read_grid(path: Path) -> dict[str, Any]:
     """Reads a grid file and adds the missing keys from the grid that it extends. Raises UserError."""
     content, files = _with_absolute_imports(path, read_yaml(path)), [path]
+    if "question" not in content and content.keys() & {"data", "engine", "resources"}:
+        raise UserError(f"{path}: this is a profile, not a grid; give it with --profile, after a grid")
     while (parent := content.pop("extends", None)) is not None:
         if not isinstance(parent, str):
             raise UserError(f"{files[-1]}: extends: must be the path of a grid, not {parent!r}; an example is comparison.yaml")
@@ -121,7 +124,7 @@ def _with_absolute_imports(path: Path, content: dict[str, Any]) -> dict[str, Any
 def grid_path(name: str | Path) -> Path:
     """The file of a grid: a path, or one of the project's grids by its name. Raises UserError for an unknown name."""
     path = Path(os.path.expanduser(name))
-    if path.exists() or path.name != str(name) or path.suffix:
+    if path.is_file() or path.name != str(name) or path.suffix:
         return path
     known = sorted(file.stem for file in GRIDS_DIR.glob("*.yaml"))
     if str(name) in known:
@@ -152,6 +155,11 @@ def read_profile(path: Path, resolve_paths: bool = True, below: tuple[Path, ...]
     content = read_yaml(path)
     if "question" in content:
         raise UserError(f"{path}: this is a grid, not a profile; give the name of a profile, or the file of one")
+    for section, settings in content.items():
+        if section not in (*TrialConfig.model_fields, "extends"):
+            raise UserError(f"{path}: {section}: {unknown_key(section, [*TrialConfig.model_fields, 'extends'])}")
+        if section != "extends" and not isinstance(settings, dict):
+            raise UserError(f"{path}: {section}: must be a mapping of keys, not {json.dumps(settings, default=str)}")
     extended = content.pop("extends", None)
     if resolve_paths and path.parent.resolve() != PROFILES_DIR:
         content = with_absolute_paths(content, path.parent)
@@ -181,12 +189,14 @@ def with_absolute_paths(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def parse_override(text: str) -> dict[str, Any]:
     """`recipe.epochs=3` as a nested mapping. The value is YAML, but the value of a key that takes text, such as `data.root`, is
-    the text itself, or null. Raises UserError if there is no `=`."""
+    the text itself, or null. Raises UserError if there is no `=`, and no value."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise UserError(f"override {text!r}: not KEY=VALUE; an example is recipe.epochs=3")
+    if not value:
+        raise UserError(f"override {text!r}: no value (is a shell variable unset?); give one, or null")
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    if takes_text(key) and not quoted and value not in ("", "null"):
+    if takes_text(key) and not quoted and value != "null":
         return _nested(key, value)
     try:
         layer: Any = yaml.load(value, _Loader)

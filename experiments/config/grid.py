@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from experiments.config.config import PROJECT_DIR, Count, Strict, TrialConfig, Whole
+from experiments.config.config import GRIDS_DIR, Count, Strict, TrialConfig, Whole
 from experiments.config.imports import SourceFile
 from san.models import ModelSpec, ModuleSpec, pretrained
 from san.models.modules import TIMM
@@ -161,15 +161,16 @@ class Trial:
         settings |= {"lr": recipe.lr_used}
         settings |= {"init": self.init_digest} if self.init_digest else {}
         spec = config.model.spec()
-        content: list[object] = [_record(spec), data, settings, self.seed, self.data_digest]
+        content: list[object] = [_record(spec, repr(spec)), data, settings, self.seed, self.data_digest]
         if _is_added(spec):
             content.append(sorted(file.source for file in self.imports))
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
 @functools.cache
-def _record(model: ModelSpec) -> dict[str, Any]:
-    """Must not be modified. Cached, because large grids have few models and `asdict` takes as long as the rest of a key."""
+def _record(model: ModelSpec, text: str) -> dict[str, Any]:
+    """Must not be modified. Cached, because large grids have few models and `asdict` takes as long as the rest of a key: by the
+    `text` of a model, too, because 1 and 1.0 are equal but different keys."""
     return {name: value for name, value in asdict(model).items() if (name, value) not in LATER_FIELDS.items()}
 
 
@@ -207,9 +208,8 @@ class GridRequest:
 
     @property
     def command(self) -> str:
-        """The `san run` to type in the project's folder for the same trials, wherever their runs are."""
-        whole = self.grid.resolve()
-        grid = whole.relative_to(PROJECT_DIR) if whole.is_relative_to(PROJECT_DIR) else self.grid
+        """The `san run` to type in the same folder for the same trials, wherever their runs are."""
+        grid = self.grid.stem if self.grid.parent == GRIDS_DIR else self.grid
         seeds = [] if self.seeds is None else ["--seeds", str(self.seeds)]
         options = [*(f"--only={row}" for row in self.only), *(f"--import={file}" for file in self.imports)]
         return shlex.join(["san", "run", str(grid), "--profile", self.profile, *seeds, *self.overrides, *options])

@@ -55,7 +55,7 @@ def of_grid(path: Path, size: int) -> list[Counted]:
     Raises:
         UserError: names all mistakes in the grid, or all rows that cannot take such images.
     """
-    expanded = expand(GridRequest(path, "imagenet"), table_names())
+    expanded = expand(GridRequest(path, "imagenet", ("resources.workers=1",)), table_names())
     table = expanded.grid.table
     return _counted(expanded.full_size, size, paper_rows(table) if table and size == INPUT_SIZE else {})
 

@@ -161,7 +161,7 @@ def is_papers_setting(trials: Sequence[Trial]) -> bool:
 
 def _matches_paper(trial: Trial) -> bool:
     data, epochs = trial.config.data, trial.config.recipe.epochs
-    if trial.profile != "imagenet" or (data.size, epochs) != (INPUT_SIZE, EPOCHS):
+    if (data.size, epochs) != (INPUT_SIZE, EPOCHS):
         return False
     are_photographs = data.source in ("folder", "shards") and data.train_per_class is None
     return are_photographs and class_count(trial) == CLASSES

@@ -5,6 +5,7 @@ The functions take values and write files; the caller knows where runs are kept.
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import textwrap
 from collections import Counter, defaultdict
@@ -24,6 +25,7 @@ from experiments.report.interval import Interval, Spread
 from experiments.report.plots import save_plot
 from experiments.report.tables import Table
 from experiments.runner.grid_run import GridRun, finished_trials
+from experiments.runner.progress import trial_count
 from experiments.tracking import Result
 
 VERDICTS = CONFIRMED, REVERSED, INCONCLUSIVE, OPEN = "confirmed", "reversed", "inconclusive", "open"
@@ -203,15 +205,17 @@ def _header(sections: Sequence[Section], found: Sequence[Finding], train_images:
     config = first.config
     resources = config.resources
     cpus, gpus = resources.workers * resources.cpus, resources.workers * resources.gpus
-    usual = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus} GPU{'s'[: gpus > 1]}" if gpus else "")
+    usual = f"{cpus} CPU{'s'[: cpus > 1]}" + (f" and {gpus:g} GPU{'s'[: gpus > 1]}" if gpus else "")
     hours = defaultdict[str, list[float]](list)
     for result in {trial.key: result for section in ablations for trial, result in section.finished}.values():
         hardware = result.tags.get("hardware") or "CPU"
         seconds = train_images * config.recipe.epochs / result.metrics["summary/images_per_second"]
         hours[usual if hardware == "CPU" else hardware].append(seconds / 3600)
-    took = [f"{len(each)} trials took {sum(each):.1f} hours with {name} each" for name, each in hours.items()]
+    took = [f"{trial_count(len(each))} took {sum(each):.1f} hours with {name} each" for name, each in hours.items()]
+    spent = f"{' and '.join(took)}, without validation and interruptions" if took else "None has ended"
     tested = [section for section in sections if section.protocol is not None]
     missing = [_missing(ablations, "trials"), _missing(tested, "networks in the tables of robustness")]
+    command = shlex.join(["san", "study", "--profile", ablations[0].grid_run.request.profile, "--seeds", str(seeds)])
     lacking = f" {' and '.join(filter(None, missing))} are missing;" if any(missing) else ""
     verdicts = Counter(finding.verdict for finding in found)
     counts = ", ".join(f"{verdicts[verdict]} {verdict}" for verdict in VERDICTS if verdicts[verdict] or verdict != OPEN)
@@ -219,12 +223,11 @@ def _header(sections: Sequence[Section], found: Sequence[Finding], train_images:
 # The paper's questions on {_dataset(config.data)}
 
 Which orderings of the paper hold for small networks and images? Of {len(found)}: **{counts}.** Those with a † are only in its
-tables, not in its text.{lacking} `san study --profile {first.profile} --seeds {seeds}` trains missing trials and rewrites
+tables, not in its text.{lacking} `{command}` trains missing trials and rewrites
 this page.
 
 A trial trains on {train_images:,} images of {config.data.size}x{config.data.size} pixels for {config.recipe.epochs} epochs, and
-is validated on {val_images:,} after the last one. {" and ".join(took) or "None has ended"}, without
-validation and interruptions.""")
+is validated on {val_images:,} after the last one. {spent}.""")
 
 
 def _missing(sections: Iterable[Section], what: str) -> str:
@@ -245,7 +248,7 @@ def _reading(sections: Sequence[Section], spreads: Spreads) -> str:
 A gap is a difference in percentage points, of top-1 unless the ordering names something else, with a 95% interval over seeds by
 Student's t; the standard deviation between seeds is that of all rows with the same kind of network{estimate}, and for
 robustness that of the row itself. An ordering is *confirmed* if the whole interval is above 0, *reversed* if it is below, and
-*inconclusive* otherwise; it is *open* until both rows have two seeds that differ. By chance, about one interval in twenty
+*inconclusive* otherwise; it is *open* until both rows have two seeds. By chance, about one interval in twenty
 misses the true gap. Where the paper says "much better", we test "better", and where it says "similar", nothing. The bars in the
 plots, and the intervals in the tables of robustness, are those of single rows, from their own seeds only.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -103,6 +104,9 @@ def plan_in_words(grid_run: GridRun, planned: Sequence[PlannedTrial], address: s
     first += f": {trial_count(len(planned))}, {len(missing)} to train"
     lacking = note_on_missing_rows(grid_run.grid.table, (trial.row for trial in planned))
     beside = [*notes, *([f"compared with the paper's table `{grid_run.grid.table}`{lacking}"] if lacking else [])]
+    if protocol := grid_run.grid.robustness:
+        measured = len(missing) + len(missing_measurements(grid_run, known_results(grid_run)))
+        beside.append(f"robustness (`{protocol}`): {trial_count(measured)} to measure")
     if not missing:
         return [first, *beside], True
     first += " in the order above"
@@ -138,7 +142,7 @@ def images_in_words(grid_run: GridRun) -> list[str]:
 def _unequal_sizes(planned: Sequence[PlannedTrial]) -> list[str]:
     """A warning if rows are so different in size that their accuracies say little about anything else."""
     rows = {trial.row: (trial.params, trial.flops) for trial in planned}
-    middle = [sorted(numbers)[len(rows) // 2] for numbers in zip(*rows.values(), strict=True)]
+    middle = [statistics.median(numbers) for numbers in zip(*rows.values(), strict=True)]
     far = [row for row, sizes in rows.items() if any(max(two) > 2 * min(two) for two in zip(sizes, middle, strict=True))]
     if not far:
         return []

@@ -20,8 +20,8 @@ from click.testing import CliRunner
 
 from cluster.session import private_folder
 from experiments.cli.commands import cli
-from experiments.config.config import PROJECT_DIR
-from experiments.config.expand import GRIDS_DIR, expand, profile_path
+from experiments.config.config import GRIDS_DIR, PROJECT_DIR
+from experiments.config.expand import expand, profile_path
 from experiments.config.grid import GridRequest
 from experiments.paper.tables import paper_rows, table_names
 from experiments.report import counts

@@ -14,8 +14,8 @@ import san
 from cluster import Node, Observer, Outcome, ReportFn, Resources
 from cluster.errors import LostError
 from experiments.cli.run import run, study
-from experiments.config.config import PROJECT_DIR
-from experiments.config.expand import GRIDS_DIR, expand, grid_path
+from experiments.config.config import GRIDS_DIR, PROJECT_DIR
+from experiments.config.expand import expand, grid_path
 from experiments.config.grid import GridRequest, Trial
 from experiments.errors import UserError
 from experiments.paper.tables import paper_claims, paper_rows, table_names

@@ -8,8 +8,8 @@ from textwrap import dedent
 
 import pytest
 
-from experiments.config.config import DataConfig, ModelConfig, RecipeConfig, TrialConfig
-from experiments.config.expand import GRIDS_DIR, Expanded, read_grid
+from experiments.config.config import GRIDS_DIR, DataConfig, ModelConfig, RecipeConfig, TrialConfig
+from experiments.config.expand import Expanded, read_grid
 from experiments.config.expand import expand as expand_grid
 from experiments.config.grid import GridRequest, Trial
 from experiments.errors import UserError
@@ -332,10 +332,26 @@ def test_profile_can_name_the_model(write_grid: WriteGrid, tmp_path: Path) -> No
     assert {row.config.model.name for row in expand(path, profile=str(profile)).values()} == {"resnet26"}
 
 
-@pytest.mark.parametrize(("parent", "message"), [("3", "not 3"), ("mine.yaml", "extends itself"), ("none", "unknown profile")])
-def test_rejects_what_a_profile_extends(parent: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(f"extends: {parent}")
-    assert message in error_message(lambda: expand(SMALL_GRID, profile=str(tmp_path / "mine.yaml")))
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("extends: 3", "extends: must be the name or the path of a profile, not 3"),
+        ("extends: mine.yaml", "extends itself"),
+        ("extends: none", "unknown profile"),
+        ("recipie: {epochs: 3}", "recipie: unknown key; did you mean `recipe`?"),
+        ("extends: digits\ndata:", "data: must be a mapping"),
+    ],
+)
+def test_rejects_a_profile(content: str, message: str, tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text(content)
+    found = error_message(lambda: expand(SMALL_GRID, profile=str(profile)))
+    assert message in found and found.startswith((str(profile), "unknown profile"))
+
+
+def test_rejects_a_profile_in_place_of_a_grid(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("extends: digits\ndata: {root: photos}")
+    assert "this is a profile, not a grid" in error_message(lambda: expand(tmp_path / "mine.yaml"))
 
 
 PROFILE = "extends: folder\ndata: {root: photos}\nrecipe: {epochs: 7}\n"
@@ -452,6 +468,7 @@ def test_rejects_early_stopping(rows: str, stopping: str, message: str, write_gr
         (["=3"], "=3"),
         (["recipe..epochs=3"], "recipe..epochs=3"),
         (["recipe.lr=[1"], "recipe.lr=[1"),
+        (["recipe.init="], "override 'recipe.init=': no value"),
         (["recipe=3"], "override 'recipe=3': recipe: "),
         (["model=resnet26"], "override 'model=resnet26': model: "),
         (["data.flip=perhaps"], "override 'data.flip=perhaps': data.flip: "),

@@ -31,7 +31,8 @@ def maximum(phi, psi, footprint):
     return torch.maximum(phi.flatten(2).unsqueeze(2), ops.unfold(psi, footprint))
 
 @san.register_model("tiny")
-def tiny(num_classes: int, in_channels: int = 3, width: int = 8, bias: bool = True) -> nn.Module:
+def tiny(num_classes: int, in_channels: int = 3, width: int = 8, bias: bool = True,
+         shift: bool | None = None, flags: tuple[bool, ...] = (), scale: int | float = 1) -> nn.Module:
     layers = nn.Linear(in_channels, width), nn.Linear(width, num_classes, bias)
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *layers)
 """
@@ -70,6 +71,24 @@ def test_rows_use_what_a_file_registers(grid: Path) -> None:
     assert made["relation"].config.model.spec().build(10).num_classes == 10
     assert made["model"].config.model.overrides == {"width": 4, "bias": False}
     assert made["ours"].config.model.overrides["width_mult"] == 0.5
+
+
+def test_types_of_parameters_are_those_of_the_function(grid: Path) -> None:
+    grid.write_text(GRID.replace("bias: false", "shift: true, flags: [true, false]"))
+    spec = expand(grid)["model"].record["model"]
+    assert spec["shift"] is True and spec["flags"] == (True, False)
+    grid.write_text(GRID.replace("bias: false", "scale: true"))
+    assert "model.scale: must be a number" in error_message(lambda: expand(grid))
+
+
+def test_key_does_not_depend_on_other_rows(grid: Path) -> None:
+    """1 and 1.0 are equal, but not the same text."""
+    row = "  - {id: real, model: {name: tiny, scale: 1.0}}\n"
+    grid.write_text(GRID + row.replace("real", "whole").replace("1.0", "1") + row)
+    keys = {row: trial.key for row, trial in expand(grid).items()}
+    with as_in_a_new_process():
+        grid.write_text(GRID + row)
+        assert expand(grid)["real"].key == keys["real"] != keys["whole"]
 
 
 @pytest.mark.parametrize("path", sorted((PROJECT_DIR / "docs/results").glob("*/*.yaml")), ids=lambda path: path.stem)

@@ -39,6 +39,7 @@ from experiments.report.data import grid_report
 from experiments.runner import execute
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.measure import MeasureProgress, MeasureTask, measure_trial
+from experiments.runner.plan import plan, plan_in_words
 from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import last_of
@@ -155,6 +156,7 @@ def test_grid_measures_only_missing_conditions(
         assert [run.info.status for run in runs_of(grid_run, "grid")] == ["KILLED"]
         unfinished = [cell for cell in grid_report(grid_run, known_results(grid_run)).measurements if cell.ours is None]
         assert {(cell.row, cell.condition) for cell in unfinished} == {("not_in_the_paper", each.name) for each in left}
+        assert "robustness (`rotation`): 1 trial to measure" in plan_in_words(grid_run, plan(grid_run), None)[0]
 
     monkeypatch.setattr(execute, "MeasureProgress", progress)
     started.clear()

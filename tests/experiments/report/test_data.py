@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from experiments.config.expand import GRIDS_DIR
+from experiments.config.config import GRIDS_DIR
 from experiments.config.grid import GridRequest
 from experiments.evaluation.robustness import PROTOCOLS
 from experiments.paper.tables import paper_numbers

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image, ImageChops
 
-from experiments.config.expand import GRIDS_DIR
+from experiments.config.config import GRIDS_DIR
 from experiments.config.grid import GridRequest
 from experiments.report.plots import Chart, Point, Series, save, save_plot, svg
 from experiments.runner.grid_run import open_grid_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from scipy import stats  # type: ignore[import-untyped, unused-ignore]
 
-from experiments.config.expand import GRIDS_DIR
+from experiments.config.config import GRIDS_DIR
 from experiments.config.grid import GridRequest
 from experiments.evaluation.robustness import ROBUSTNESS_METRICS
 from experiments.paper.tables import PaperClaim, paper_claims, paper_rows
