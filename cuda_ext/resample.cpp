@@ -1,5 +1,5 @@
 // Resizes, crops, mirrors and normalizes decoded images in one step, with Pillow's antialiased bilinear filter. Like
-// Pillow, it filters columns, then rows, and rounds to integers after each step:
+// Pillow before version 13, it filters columns, then rows, and rounds to integers after each step:
 // https://github.com/python-pillow/Pillow/blob/main/src/libImaging/Resample.c
 //
 // Computes only the visible part of each image. The caller runs it in separate threads, next to a training step.

@@ -17,7 +17,7 @@ from pipelines.datasets.check import Broken, broken_images
 from pipelines.datasets.dataset import Dataset
 from pipelines.errors import DataError, DecodingError, join_names
 from pipelines.resample import resampler, visible_region
-from pipelines.transform import MANIPULATIONS, CropParams, Transform, random_numbers, shifted, training_crops, validation_crops
+from pipelines.transform import CropParams, Transform, random_numbers, shifted, training_crops, validation_crops
 
 if TYPE_CHECKING:
     from pipelines.dali import Pipelines
@@ -129,12 +129,11 @@ class Loader:
         if not parts:
             return
         labels = np.asarray(self.dataset.labels, dtype=np.int64)
-        manipulate = MANIPULATIONS[self.transform.manipulation]
         images = self._synthetic(parts) if self.dataset.is_synthetic else self._decoded(number, parts)
         for indices, images_NCHW in zip(parts, images, strict=True):
             if self.train and self.transform.crop_padding is not None and not self.dataset.is_synthetic:
                 images_NCHW = shifted(images_NCHW, self.transform, random_numbers(self.seed, number, indices))
-            yield Batch(manipulate(images_NCHW).contiguous(), to_device(torch.from_numpy(labels[indices]), self.device))
+            yield Batch(images_NCHW, to_device(torch.from_numpy(labels[indices]), self.device))
 
     def _synthetic(self, parts: list[sampler.Indices]) -> Iterator[torch.Tensor]:
         """The same noise in every step."""

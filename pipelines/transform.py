@@ -1,6 +1,5 @@
 """Settings and random numbers of image transforms, computed in numpy; `pipelines.dali` and `pipelines.resample` apply them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,15 +11,6 @@ RGB = tuple[float, float, float]
 
 IMAGENET_MEAN: RGB = (0.485, 0.456, 0.406)
 IMAGENET_STD: RGB = (0.229, 0.224, 0.225)
-
-MANIPULATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "none": lambda images_NCHW: images_NCHW,
-    "rotate90": lambda images_NCHW: torch.rot90(images_NCHW, -1, (2, 3)),
-    "rotate180": lambda images_NCHW: torch.rot90(images_NCHW, 2, (2, 3)),
-    "rotate270": lambda images_NCHW: torch.rot90(images_NCHW, -3, (2, 3)),
-    "upside_down": lambda images_NCHW: images_NCHW.flip(2),
-}
-"""Exact permutations of pixels, for robustness measurements; rotations are clockwise."""
 
 ATTEMPTS = 10
 """Random crops to try before using the central crop."""
@@ -55,8 +45,6 @@ class Transform:
     """Subtracted from red, green and blue values from 0 to 1."""
     std: RGB = IMAGENET_STD
     """Divisors after the subtraction, above 0."""
-    manipulation: str = "none"
-    """A key of `MANIPULATIONS`, applied to the finished squares in training and validation."""
 
 
 class CropParams(NamedTuple):

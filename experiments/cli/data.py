@@ -6,6 +6,7 @@ import glob
 import json
 import re
 import sys
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ WORKERS = click.option(
     "--workers",
     type=click.IntRange(1, 1024),
     default=available_cpus,
-    help="Number of processes.  [default: one per CPU]",
+    help="Number of processes or, to pack, of threads.  [default: one per CPU]",
 )
 
 
@@ -110,9 +111,7 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
         dataset.require_several_classes()
         if not dataset.packed:
             require_writable(list_path(lists or root, dataset.split))
-    for one, other in combinations([dataset for dataset in datasets if not dataset.packed], 2):
-        if one.has_links or other.has_links:
-            one.require_disjoint(other)
+    _require_disjoint([dataset for dataset in datasets if not dataset.packed])
     try:
         results = [_checked(dataset, lists or root, workers) for dataset in datasets]
     except KeyboardInterrupt:
@@ -129,6 +128,12 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
     sys.exit(1 if any(result["broken"] for result in results) else 0)
 
 
+def _require_disjoint(datasets: Sequence[Dataset]) -> None:
+    for one, other in combinations(datasets, 2):
+        if one.has_links or other.has_links:
+            one.require_disjoint(other)
+
+
 def _found(root: Path, splits: tuple[str, ...]) -> list[Dataset]:
     """The splits that exist as folders or as shards."""
     from pipelines import Dataset
@@ -137,7 +142,7 @@ def _found(root: Path, splits: tuple[str, ...]) -> list[Dataset]:
     datasets: list[Dataset] = []
     for split in splits or ("train", "val"):
         # For shards without an index, `open_shards` raises a clear error.
-        packed = index_path(root, split).exists() or any(root.glob(f"{glob.escape(split)}-*.tar"))
+        packed = index_path(root, split).exists() or any(root.glob(f"{glob.escape(split)}-{'[0-9]' * 5}.tar"))
         if (root / split).is_dir() or (splits and not packed):
             datasets.append(Dataset.scan(root, split))
         if packed:
@@ -218,7 +223,9 @@ def pack(
 
     splits = splits or tuple(name for name in ("train", "val") if (root / name).is_dir()) or ("train",)
     results: list[dict[str, Any]] = []
-    for dataset in [Dataset.open(root, name, lists) for name in splits]:
+    datasets = [Dataset.open(root, name, lists) for name in splits]
+    _require_disjoint(datasets)
+    for dataset in datasets:
         with counting(dataset.split, len(dataset), "images") as count:
             shards = []
             for packed in pack_shards(dataset, out, shard_size, workers):

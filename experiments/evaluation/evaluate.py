@@ -285,7 +285,10 @@ def predict(opened: LoadedModel, paths: Sequence[str], top: int, ended: Callable
         loader, done = evaluation_loader(opened, images.only(left), transform(opened.config.data), opened.batch), 0
         model = model.to(loader.device)
         try:
-            with explain_oom(opened.config, loader.device, is_training=False):
+            with (
+                numerics(opened.config.engine, loader.device),
+                explain_oom(opened.config, loader.device, is_training=False),
+            ):
                 for images_NCHW, _ in loader.epoch(0):
                     with torch.inference_mode():
                         best = model(images_NCHW).float().softmax(1).topk(min(top, len(names)), dim=1)

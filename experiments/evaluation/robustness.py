@@ -112,9 +112,19 @@ def percentages(numbers: Mapping[str, float]) -> str:
     return ", ".join(f"{TITLES[name]} {value:.1f} %" for name, value in numbers.items())
 
 
+MANIPULATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda images_NCHW: images_NCHW,
+    "rotate90": lambda images_NCHW: torch.rot90(images_NCHW, -1, (2, 3)),
+    "rotate180": lambda images_NCHW: torch.rot90(images_NCHW, 2, (2, 3)),
+    "rotate270": lambda images_NCHW: torch.rot90(images_NCHW, -3, (2, 3)),
+    "upside_down": lambda images_NCHW: images_NCHW.flip(2),
+}
+"""Exact permutations of pixels; rotations are clockwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Measures accuracy on images after one of the `MANIPULATIONS` in `pipelines.transform`.
+    """Measures accuracy on images after one of the `MANIPULATIONS`.
 
     Training does not rotate images. Preprocessed squares are rotated, so no pixel is interpolated or comes into view. Upside
     down is a flip about the horizontal axis, as in the paper: rows change places, columns do not.
@@ -123,8 +133,8 @@ class Rotation:
     manipulation: str
 
     def __call__(self, subject: Subject) -> Numbers:
-        turned = replace(subject.transform, manipulation=self.manipulation)
-        scores = evaluate(subject.network, subject.images(turned))
+        turn, images = MANIPULATIONS[self.manipulation], subject.images(subject.transform)
+        scores = evaluate(subject.network, ((turn(x_NCHW).contiguous(), labels_N) for x_NCHW, labels_N in images))
         return {"top1": scores.top1, "top5": scores.top5}
 
 

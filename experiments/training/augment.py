@@ -105,8 +105,8 @@ def _posterize(images_NCHW: Tensor, bits_N: Tensor) -> Tensor:
 
 
 def _solarize(images_NCHW: Tensor, threshold_N: Tensor) -> Tensor:
-    """Inverts the values from a threshold on."""
-    return torch.where(images_NCHW >= threshold_N[:, None, None, None], 1 - images_NCHW, images_NCHW)
+    """Inverts the values from a threshold on. Values have rounding errors, and thresholds may be between two levels."""
+    return torch.where(images_NCHW >= threshold_N[:, None, None, None] - 0.25 / 255, 1 - images_NCHW, images_NCHW)
 
 
 def _autocontrast(images_NCHW: Tensor, strength_N: Tensor) -> Tensor:

@@ -113,7 +113,8 @@ class Dataset:
         paths = tuple(f"{split}/{name}/{file}" for name, listed in images.items() for file, _ in listed)
         labels = array("q", chain.from_iterable(repeat(label, len(listed)) for label, listed in enumerate(images.values())))
         sizes = array("q", (size for listed in images.values() for _, size in listed))
-        skipped = _skipped([files.others for files in by_class.values()], again)
+        beside = Counter({"files beside the class folders": _files_in(folder)})
+        skipped = _skipped([*(files.others for files in by_class.values()), beside], again)
         return cls(root, split, tuple(images), paths, labels, sizes, skipped=skipped, has_links=has_links)
 
     @classmethod
@@ -394,13 +395,22 @@ def _split_folder(root: Path, split: str) -> Path:
 
 def _class_names(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if os.path.isdir(entry.path) and not entry.name.startswith("."))
+        visible = [entry for entry in entries if not entry.name.startswith(".")]
+    lost = {entry.name for entry in visible if not os.path.exists(entry.path)}
+    if lost:
+        raise DataError(f"{folder}: broken links: {join_names(lost)}; repair them (is a disk missing?) or remove them")
+    names = sorted(entry.name for entry in visible if entry.is_dir())
     if not names:
         raise DataError(
             f"{folder}: no class folders; expected {folder}/<class>/<image>; "
             "put the images of each class into a separate folder"
         )
     return names
+
+
+def _files_in(folder: Path) -> int:
+    with os.scandir(folder) as entries:
+        return sum(not entry.is_dir() and not entry.name.startswith(".") for entry in entries)
 
 
 def list_images(folder: Path) -> tuple[list[str], str]:

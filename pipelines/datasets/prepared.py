@@ -22,6 +22,7 @@ def is_prepared(root: Path) -> bool:
 @contextmanager
 def unfinished_folder(root: Path) -> Iterator[Path]:
     """A path next to `root`, whose folder replaces `root` after the block, unless another process was faster."""
+    root = root.resolve()  # a rename would replace a link
     root.parent.mkdir(parents=True, exist_ok=True)
     folder = root.with_name(f".{root.name}.{uuid.uuid4().hex}")
     try:

@@ -10,6 +10,7 @@ A shard contains pairs of files: `00000042.jpg`, the original image, and `000000
 
 import hashlib
 import os
+import platform
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -147,7 +148,8 @@ class Shards:
             try:
                 status = (self._folder / shard.name).stat()
             except OSError as error:
-                raise self._changed(shard, str(error.strerror)) from None
+                problem = f"cannot read {shard.name} on node {platform.node()} ({error.strerror})"
+                raise DataError(f"{self._folder}: {problem}; {REPAIR}") from None
             if status.st_size != shard.bytes:
                 raise self._changed(shard, f"{status.st_size} bytes instead of {shard.bytes}")
 

@@ -52,7 +52,6 @@ from experiments.training.engine import Engine, join_process_group, numerics
 from experiments.training.images import data_digest, open_data, transform
 from experiments.training.metrics import RunningEpoch, evaluate
 from pipelines import Dataset, Transform
-from pipelines.transform import MANIPULATIONS
 from san.nn import fold
 
 LACKING = "init", "class_weights", "patience"
@@ -92,7 +91,7 @@ def training_batches(part: Part, settings: Transform, batch: int) -> Iterator[Pa
 def batches(part: Part, settings: Transform) -> Iterator[Part]:
     """The images of a part in their order."""
     for images_NCHW, labels_N in zip(*(x.split(500) for x in part), strict=True):
-        yield MANIPULATIONS[settings.manipulation](normalized(images_NCHW, settings)), labels_N
+        yield normalized(images_NCHW, settings), labels_N
 
 
 def robustness(checkpoint: Checkpoint, part: Part, settings: Transform) -> dict[str, float]:

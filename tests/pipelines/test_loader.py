@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 from pipelines import DataError, Dataset, DecodingError, Loader, Transform, dali, sampler
 from pipelines.loader import Batch, decoding_threads
-from pipelines.transform import MANIPULATIONS, random_crops, random_mirrors, random_numbers
+from pipelines.transform import random_crops, random_mirrors, random_numbers
 
 COUNT = 23
 BY_CLASS = [index for label in range(3) for index in range(label, COUNT, 3)]
@@ -220,12 +220,6 @@ def test_training_agrees_with_pillow(source: str, request: pytest.FixtureRequest
         sequence = sampler.epoch_order(len(one.dataset), one.seed, epoch)
         theirs = np.stack([pillow_training(one, epoch, index) for index in sequence])
         assert np.abs(pixels(one, epoch).numpy() - theirs).mean() < AGREEMENT
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_manipulation_applies_to_the_cropped_image(shades: Path, split: str) -> None:
-    plain, turned = pixels(loader(shades, split), 0), next(loader(shades, split, manipulation="rotate90").epoch(0)).images_NCHW
-    assert turned.is_contiguous() and torch.equal(turned, MANIPULATIONS["rotate90"](plain[: len(turned)]))
 
 
 def damaged(kind: str) -> bytes:

@@ -1,17 +1,15 @@
-"""Random crops and mirrors, which depend only on seed, epoch and index; and manipulations."""
+"""Random crops and mirrors, which depend only on seed, epoch and index."""
 
 import math
-from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipelines import Transform
-from pipelines.transform import MANIPULATIONS, random_crops, random_mirrors, random_numbers, shifted
+from pipelines.transform import random_crops, random_mirrors, random_numbers, shifted
 
 sides = st.integers(1, 60) | st.integers(1, 9000)
 seeds = st.integers(0, 2**40)
@@ -81,17 +79,6 @@ def test_random_numbers_are_pinned() -> None:
     assert random_numbers(1, 2, np.array([7]))[0, :3].tolist() == [0.44639269526401415, 0.1868319057143616, 0.4119892057706497]
 
 
-def source_of(name: str, row: int, column: int, last: int) -> tuple[int, int]:
-    """Returns the original position of the pixel at (row, column)."""
-    return {
-        "none": (row, column),
-        "rotate90": (last - column, row),
-        "rotate180": (last - row, last - column),
-        "rotate270": (column, last - row),
-        "upside_down": (last - row, column),
-    }[name]
-
-
 @given(st.integers(1, 9), st.integers(0, 9), seeds)
 def test_shifted_images_are_crops_of_padded_ones(size: int, padding: int, seed: int) -> None:
     transform = Transform(size=size, resize=size, crop_padding=min(padding, size))
@@ -104,14 +91,3 @@ def test_shifted_images_are_crops_of_padded_ones(size: int, padding: int, seed: 
         padded_CHW[:, side - size >> 1 :, side - size >> 1 :][:, :size, :size] = image_CHW
         top, left = (math.floor((side - size + 1) * row[at]) for at in (20, 21))
         assert torch.equal(crop_CHW, padded_CHW[:, top : top + size, left : left + size])
-
-
-@pytest.mark.parametrize(("name", "manipulate"), MANIPULATIONS.items())
-def test_manipulations_move_pixels_exactly(name: str, manipulate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    images_NCHW = np.random.default_rng(0).random((2, 3, 5, 5), dtype=np.float32)
-    expected = np.empty_like(images_NCHW)
-    for row in range(5):
-        for column in range(5):
-            y, x = source_of(name, row, column, last=4)
-            expected[:, :, row, column] = images_NCHW[:, :, y, x]
-    assert np.array_equal(manipulate(torch.from_numpy(images_NCHW)).numpy(), expected)

@@ -24,6 +24,7 @@ from experiments.config.grid import GridRequest
 from experiments.errors import UserError
 from experiments.evaluation.evaluate import LoadedModel, evaluation_loader, open_checkpoint, open_images
 from experiments.evaluation.robustness import (
+    MANIPULATIONS,
     PROTOCOLS,
     Attack,
     Measure,
@@ -44,7 +45,6 @@ from experiments.runs.store import LocalStore
 from experiments.runs.workspace import Workspace
 from experiments.training.checkpoint import last_of
 from experiments.training.images import transform
-from pipelines.transform import MANIPULATIONS
 from tests.experiments.conftest import Rejected, Trained, WriteGrid
 from tests.experiments.samples import runs_of
 
@@ -83,6 +83,28 @@ def test_batch_size_changes_results_only_by_rounding(measure: Measure, trained: 
     images = open_images(found)
     numbers = [measure(subject_of(found, images, batch)) for batch in (7, 64, 120)]
     assert numbers[0] == numbers[1] == numbers[2]
+
+
+def source_of(name: str, row: int, column: int, last: int) -> tuple[int, int]:
+    """Returns the original position of the pixel at (row, column)."""
+    return {
+        "none": (row, column),
+        "rotate90": (last - column, row),
+        "rotate180": (last - row, last - column),
+        "rotate270": (column, last - row),
+        "upside_down": (last - row, column),
+    }[name]
+
+
+@pytest.mark.parametrize(("name", "manipulate"), MANIPULATIONS.items())
+def test_manipulations_move_pixels_exactly(name: str, manipulate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    images_NCHW = np.random.default_rng(0).random((2, 3, 5, 5), dtype=np.float32)
+    expected = np.empty_like(images_NCHW)
+    for row in range(5):
+        for column in range(5):
+            y, x = source_of(name, row, column, last=4)
+            expected[:, :, row, column] = images_NCHW[:, :, y, x]
+    assert np.array_equal(manipulate(torch.from_numpy(images_NCHW)).numpy(), expected)
 
 
 @pytest.mark.parametrize("manipulation", MANIPULATIONS)

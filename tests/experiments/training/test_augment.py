@@ -57,12 +57,22 @@ def test_operations_agree_with_pillow(name: str, seed: int, number: int, sign: i
     operation = OPERATIONS[name]
     ends = operation.rand if is_rand else operation.trivial
     # A little less, so that no pixel is exactly at a threshold or between two others.
-    strength = 0.999 * float(torch.linspace(*ends, BINS)[number]) * (sign if operation.signed else 1)
+    strength = 0.9999 * float(torch.linspace(*ends, BINS)[number]) * (sign if operation.signed else 1)
     image = photo(seed)
     ours = operation.change(as_batch(image), torch.tensor([strength]))
     difference = (ours - as_batch(PILLOW[name](image, strength))).abs() * 255
     # Pillow rounds intermediate values, and may choose the other neighbor in rows that lie almost between two.
     assert (difference.amax(1) > 2.01).float().mean() <= (0.2 if name in ("shear_x", "shear_y", "rotate") else 0)
+
+
+def test_solarize_inverts_its_threshold_in_spite_of_rounding() -> None:
+    transform, levels = Transform(), torch.arange(256)
+    for mean, std in zip(transform.mean, transform.std, strict=True):
+        values = (levels.float() / 255 - mean) / std * std + mean
+        for threshold in torch.linspace(1, 0, BINS):
+            changed = OPERATIONS["solarize"].change(values.view(1, 1, 16, 16), threshold[None]).flatten()
+            inverted = levels >= round(255 * threshold.item(), 3)
+            assert torch.equal((255 * changed).round(), torch.where(inverted, 255 - levels, levels).float())
 
 
 @pytest.mark.parametrize(("policy", "most"), [("trivial", 1), ("rand", 2)])

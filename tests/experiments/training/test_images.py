@@ -82,9 +82,10 @@ def test_no_file_is_a_training_and_a_validation_image(how: str, images: Path, ru
         (images / "train/dog/more").symlink_to("../../val/cat")
     with pytest.raises(DataError, match="train and val share"):
         open_data(image_data(images))
-    code, _, said = run_san("data", "check", images)
-    assert code == 2 and "train and val share" in said
-    assert not (images / "train.txt").exists()
+    for command in (("check", images), ("pack", images, images / "shards")):
+        code, _, said = run_san("data", *command)
+        assert code == 2 and "train and val share" in said
+    assert not (images / "train.txt").exists() and not (images / "shards").exists()
 
 
 def test_synthetic_images_need_no_folder() -> None:
@@ -97,8 +98,11 @@ def test_synthetic_images_need_no_folder() -> None:
 
 def test_missing_digits_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("experiments.training.images.PROJECT_DIR", tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "other disk").mkdir()
+    (tmp_path / "data/digits").symlink_to("../other disk")
     assert len(open_data(image_data(Path("data/digits"), source="digits"))[1]) == 360
-    assert (tmp_path / "data/digits/val").exists()
+    assert (tmp_path / "other disk/val").exists()
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,14 @@ def test_scan_skips_other_files(tmp_path: Path) -> None:
     assert data.skipped == "1 .db, 1 .txt, 1 special files"
     (tmp_path / "val/a/nowhere.jpg").symlink_to(tmp_path / "nothing")
     (tmp_path / "val/a/itself.jpg").symlink_to("itself.jpg")
-    assert Dataset.scan(tmp_path, "val").skipped == "2 broken links, 1 .db, 1 .txt, 1 special files"
+    put(tmp_path, "val/loose.jpg", "val/.hidden")
+    assert (
+        Dataset.scan(tmp_path, "val").skipped
+        == "2 broken links, 1 .db, 1 .txt, 1 files beside the class folders, 1 special files"
+    )
+    (tmp_path / "val/c").symlink_to("not mounted")
+    with pytest.raises(DataError, match="broken links: c; "):
+        Dataset.scan(tmp_path, "val")
 
 
 def test_each_file_counts_once(tmp_path: Path) -> None:
