@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from experiments.evaluation.evaluate import LoadedModel
 
 SPLIT = click.option(
-    "--split", help="Images to use: val, train, val-split or a folder.  [default: the checkpoint's validation images]"
+    "--split",
+    help="Images to use: val, train, val-split or another folder in data.root.  [default: the checkpoint's validation images]",
 )
 IMAGE_PROFILE = click.option(
     "--profile", help="Profile that gives the image preprocessing if the checkpoint stores none.  [default: imagenet]"
@@ -58,9 +59,8 @@ def convert(source: str, target: str, overrides: tuple[str, ...], force: bool, r
     checkpoint.save_checkpoint(model, target)
     overridden = [f"{key}={as_value(value)}" for key, value in checkpoint.overrides_of(model.spec).items()]
     params = sum(parameter.numel() for parameter in model.parameters())
-    click.echo(
-        f"{target}: {' '.join([model.spec.name, *overridden])}, {checkpoint.classes(model)} classes, {params} parameters"
-    )
+    named = " ".join([model.spec.name, *overridden])
+    click.echo(printable(f"{target}: {named}, {checkpoint.classes(model)} classes, {params} parameters"))
 
 
 @click.command()
@@ -106,18 +106,16 @@ def evaluate(
     if uri is not None:
         evaluation = dataclasses.replace(evaluation, checkpoint=uri)
     if evaluation.own_images is False and split is None:
-        click.echo(
-            f"note: the images of {evaluation.split} in {evaluation.root} differ from those in the model's training", err=True
-        )
+        images_of = printable(f"{evaluation.split} in {evaluation.root}")
+        click.echo(f"note: the images of {images_of} differ from those in the model's training", err=True)
     if as_json:
         click.echo(json.dumps(dataclasses.asdict(evaluation)))
         return
     trained = "" if evaluation.epoch is None else f", after epoch {evaluation.epoch}"
-    click.echo(f"{evaluation.checkpoint}: {evaluation.model}{trained}")
-    click.echo(
-        f"top-1 {evaluation.top1:.4f} %  top-5 {evaluation.top5:.4f} %  loss {evaluation.loss:.6f}  "
-        f"{evaluation.images} images of {evaluation.classes} classes, {evaluation.split} in {evaluation.root}"
-    )
+    click.echo(printable(f"{evaluation.checkpoint}: {evaluation.model}{trained}"))
+    of_what = f"{evaluation.images} images of {evaluation.classes} classes, {evaluation.split} in {evaluation.root}"
+    numbers = f"top-1 {evaluation.top1:.4f} %  top-5 {evaluation.top5:.4f} %  loss {evaluation.loss:.6f}"
+    click.echo(printable(f"{numbers}  {of_what}"))
 
 
 @click.command()
@@ -201,6 +199,7 @@ def _table(path: Path) -> Iterator[TextIO]:
         sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         yield sys.stdout
         return
+    path = path.resolve()  # the target of a link is written
     part = path if path.exists() and not path.is_file() else path.with_name(f"{path.name}.part")  # devices are not replaced
     try:
         file = open(part, "w", encoding="utf-8", errors="surrogateescape")
@@ -259,7 +258,8 @@ def robustness(
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(one) for one in measured]))
     else:
-        click.echo(f"{PROTOCOLS[protocol].caption}\n\n{protocol_table(measured).text()}")
+        lines = protocol_table(measured).text().splitlines()
+        click.echo("\n".join([PROTOCOLS[protocol].caption, "", *map(printable, lines)]))
 
 
 LAYER = click.option(
@@ -372,6 +372,9 @@ def attention_page(
     if len(set(sizes)) > 1:
         raise UserError(f"--compare {compare}: its input is {sizes[1]} pixels wide, the other's {sizes[0]}; give data.size=N")
     seen = [compute_all_attention(network, open_image(network, image, split)) for network in networks]
+    first, *others = [next(iter(layers.values())).image_HW3 for layers in seen]
+    if any(abs(first - other).max() > 1 / 255 for other in others):
+        raise UserError(f"--compare {compare}: it prepares the image in another way; give data.resize=N or data.root=FOLDER")
     save_page(seen, layer_name(networks[0], layer), out)
     click.echo(f"{out}: open this file in a browser")
 

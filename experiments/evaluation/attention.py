@@ -139,7 +139,7 @@ def compute_attention(
             wide footprints, this one has the largest map.
 
     Raises:
-        UserError: no such pixel, grid or layer, or a network without attention.
+        UserError: no such pixel, grid or layer, a network without attention, or weights that are not finite.
         DataError: the image cannot be used.
     """
     name = layer_name(opened, layer)
@@ -152,7 +152,7 @@ def compute_all_attention(opened: LoadedModel, picture: Dataset) -> dict[str, At
     """Computes the attention weights of all layers for all pixels, by name of the layer.
 
     Raises:
-        UserError: a network without attention.
+        UserError: a network without attention, or weights that are not finite.
         DataError: the image cannot be used.
     """
     layer_name(opened, None)
@@ -184,7 +184,10 @@ def _run(opened: LoadedModel, picture: Dataset) -> _Answer:
     truth = f"; true class: {true_class}" if true_class else ""  # a single file has none
     prediction = f"{opened.classes[best] if opened.classes else f'class {best}'} ({100 * answer[best]:.1f} %{truth})"
     weight_GKP = {name: weight[0] for name, weight in weight_NGKP.items()}
-    return _Answer(picture.paths[0], image_3HW.permute(1, 2, 0).numpy(), prediction, weight_GKP)
+    if not all(weight.isfinite().all() for weight in weight_GKP.values()):
+        raise UserError(f"{picture.paths[0]}: the network's attention weights are not finite; choose another checkpoint")
+    name, prediction = (os.fsencode(text).decode(errors="replace") for text in (picture.paths[0], prediction))  # may be no text
+    return _Answer(name, image_3HW.permute(1, 2, 0).numpy(), prediction, weight_GKP)
 
 
 def _attention(opened: LoadedModel, answer: _Answer, name: str, pixels: Sequence[tuple[int, int]]) -> Attention:

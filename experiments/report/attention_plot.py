@@ -41,12 +41,13 @@ def save(attention: Attention, path: Path) -> None:
     whose = "the footprint of one pixel" if n == 1 else f"the footprints of {n} pixels"
     title = f"{attention.model}: {attention.kind} attention over {whose}, {k} × {k}"  # noqa: RUF001
     where = f"{attention.layer}, map of {H} × {W}, {attention.channels}"  # noqa: RUF001
-    above = f"{attention.picture}, predicted {attention.prediction}  |  {where}"
+    image = f"{attention.picture}, predicted {attention.prediction}"
     below = textwrap.fill(f"{_legend(attention, shown)} {variance_in_words(attention)}", 125)
-    figure = _draw(attention, shown, columns, above=46, below=12 * (1 + below.count("\n")) + 12)
+    figure = _draw(attention, shown, columns, above=58, below=12 * (1 + below.count("\n")) + 12)
     height = figure.get_figheight() * 72
-    for y, text, size, color in ((height - 12, title, 11, INK), (height - 30, above, 9, QUIET)):
-        figure.text(GAP / WIDTH, y / height, text, fontsize=size, color=color, va="top")
+    lines = (title, 11, INK), (textwrap.shorten(image, 110), 9, QUIET), (where, 9, QUIET)
+    for y, (text, size, color) in zip((height - 12, height - 30, height - 43), lines, strict=True):
+        figure.text(GAP / WIDTH, y / height, text, fontsize=size, color=color, va="top", parse_math=False)
     figure.text(GAP / WIDTH, 10 / height, below, fontsize=LETTERS, color=INK, va="bottom", linespacing=1.3)
     try:
         figure.savefig(path, format="png", dpi=150, metadata={"Title": title, "Description": attention_in_words(attention)})
@@ -201,7 +202,7 @@ def save_page(networks: Sequence[Mapping[str, Attention]], layer: str, path: Pat
     page = templates().get_template("attention.html")
     try:
         text = page.render(title=title, picture=first.picture, layer=layer, data=data)
-        path.write_text(text, encoding="utf-8", errors="replace")  # names of files need not be text
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot write this file ({error.strerror}); choose another file with --out") from None
 

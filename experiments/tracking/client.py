@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
+from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from sqlalchemy import create_engine, text
@@ -46,6 +48,11 @@ def pages(search: Callable[..., Any], *what: object) -> list[Any]:
     return items
 
 
+def ended_or_begun(run: Run) -> int:
+    """Milliseconds since 1970. MLflow keeps the end of a run that continues."""
+    return run.info.start_time if run.info.status == "RUNNING" else run.info.end_time or run.info.start_time
+
+
 _PLACES = (
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
@@ -59,7 +66,7 @@ _PLACES = (
 def follow_moved_folder(uri: str, artifacts: Path) -> None:
     """Replaces the paths of artifacts in a local database if its folder has been moved, so that MLflow finds and writes them in
     `artifacts`. MLflow has no function for this; it stores absolute paths."""
-    if not uri.startswith("sqlite"):
+    if Path(unquote(uri.removeprefix("sqlite:///"))) != artifacts.parent / "mlflow.db":  # of several folders, or a server
         return
     here = artifacts.as_uri()
     ours = (

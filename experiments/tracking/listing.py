@@ -15,7 +15,7 @@ from experiments.errors import UserError
 from experiments.runs.claims import require_idle
 from experiments.runs.workspace import Workspace, checkpoint_folder, has_runs
 from experiments.tracking import TrackerError
-from experiments.tracking.client import open_client, pages, usable
+from experiments.tracking.client import ended_or_begun, open_client, pages, usable
 
 STATES = {"KILLED": "interrupted"}
 """Our names for statuses of MLflow, if they differ."""
@@ -118,14 +118,14 @@ def _listed(run: Run, differs: str) -> ListedRun:
         epoch=int(metrics["epoch"]) if "epoch" in metrics else None,
         epochs=int(params["recipe.epochs"]) if "recipe.epochs" in params else None,
         top1=metrics.get("val/top1"),
-        age=time.time() - (run.info.end_time or run.info.start_time) / 1000,
+        age=time.time() - ended_or_begun(run) / 1000,
         error=tags.get("san.error"),
         differs=differs,
     )
 
 
 def find_trials(uri: str, names: Collection[str]) -> list[ListedRun]:
-    """The runs of trials with these keys, and all runs of grids with these names.
+    """All runs of the trials that have these keys or are in grids with these names; a trial may be in other grids, too.
 
     Raises:
         UserError: there is no such trial or grid.
@@ -134,7 +134,8 @@ def find_trials(uri: str, names: Collection[str]) -> list[ListedRun]:
     known = {name for run in runs for name in (run.key, run.grid)}
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"{', '.join(unknown)}: no trial or grid with this name in {uri}; list them with `san runs`")
-    return [run for run in runs if run.key in names or run.grid in names]
+    keys = {run.key for run in runs if run.key in names or run.grid in names}
+    return [run for run in runs if run.key in keys]
 
 
 def delete_trials(workspace: Workspace, trials: Sequence[ListedRun]) -> None:
@@ -146,13 +147,14 @@ def delete_trials(workspace: Workspace, trials: Sequence[ListedRun]) -> None:
     client, store = open_client(workspace.tracking_uri), workspace.store
     for key in dict.fromkeys(run.key for run in trials):
         require_idle(store, key)
+        # The runs are last, because they are needed to repeat the command if files cannot be deleted.
+        store.delete_folder(checkpoint_folder(key))
+        for name in (*store.names(checkpoint_folder(key)), *store.names("logs"), *store.names("failures")):
+            if re.search(rf"(-|/){key}\b", name):
+                store.delete(name)
         with usable(workspace.tracking_uri):
             everywhere = [experiment.experiment_id for experiment in pages(client.search_experiments)]
             for model in pages(client.search_logged_models, everywhere, f"tags.`san.trial` = '{key}'"):
                 client.delete_logged_model(model.model_id)
             for run in pages(client.search_runs, everywhere, f"tags.`san.trial` = '{key}'"):
                 client.delete_run(run.info.run_id)
-            store.delete_folder(checkpoint_folder(key))
-            for name in (*store.names("logs"), *store.names("failures")):
-                if re.search(rf"-{key}\b", name):
-                    store.delete(name)

@@ -25,7 +25,7 @@ from experiments.config.grid import Grid, Trial
 from experiments.runs.provenance import environment, git_commit, machine, versions
 from experiments.runs.summary import Epoch, best_of
 from experiments.tracking import Result, TrackerError
-from experiments.tracking.client import follow_moved_folder, open_client, pages, usable
+from experiments.tracking.client import ended_or_begun, follow_moved_folder, open_client, pages, usable
 from san import Complexity
 
 BATCH = 100
@@ -201,7 +201,7 @@ class Tracker:
         return run.data.tags.get("san.stopped_by") == f"{self.grid}-{self.profile}"
 
     def _result(self, run: Run) -> Result:
-        ended = run.info.end_time or run.info.start_time
+        ended = ended_or_begun(run)
         return Result(
             run.info.run_id,
             run.info.status == "FINISHED",

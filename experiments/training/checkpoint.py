@@ -297,8 +297,8 @@ class Checkpoints:
 
 
 CHECKPOINT = (
-    "a file or folder (local or s3://...), a trial's key (see `san runs`), the id of an MLflow run, models:/NAME/VERSION, or "
-    f"a network with weights ({', '.join(pretrained.included())})"
+    "a file or folder (local or s3://...), a trial's key (see `san runs`), the id of an MLflow run, models:/NAME/VERSION, "
+    f"models:/NAME@ALIAS, or a network with weights ({', '.join(pretrained.included())})"
 )
 """What `resolve_checkpoint` accepts, for messages."""
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def read(path: str | Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(action="ignore"):
             content = torch.load(path, map_location="cpu", weights_only=True)
+        if zipfile.is_zipfile(path) and zipfile.ZipFile(path).testzip():  # torch ignores checksums
+            raise zipfile.BadZipFile
     except OSError as error:
         raise CheckpointError(f"{path}: cannot read this file ({error.strerror or error})") from None
     except Exception as error:  # damaged files can raise any exception
@@ -57,12 +60,21 @@ def write(content: dict[str, Any], path: str | Path) -> None:
     """Saves a dict. A kill at any moment leaves either the old or the new file.
 
     Raises:
-        CheckpointError: the file cannot be written.
+        CheckpointError: the file cannot be written, or `read` would reject it.
     """
     path = Path(path)
     partial = path.parent / f".{path.name}.{os.getpid()}.partial"
     buffer = io.BytesIO()
     torch.save(content, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        kind = re.search(r"GLOBAL (\S+)", str(error))
+        raise CheckpointError(
+            f"{path}: not saved, because it could not be loaded again: a setting or a weight is {kind[1] if kind else error}, "
+            "but must be a tensor or a plain value of Python"
+        ) from None
     if os.path.exists(path) and not os.path.isfile(path):
         raise CheckpointError(f"{path}: exists and is not a regular file; choose another path")
     try:
@@ -106,7 +118,7 @@ def check_own(path: str | Path, model: BaseModel) -> None:
     """Checks that a classifier still matches its spec, so that a file with its weights can be loaded.
 
     Raises:
-        CheckpointError: the model is a backbone, is not one of ours, or layers were replaced.
+        CheckpointError: the model is a backbone, is not one of ours, or layers with weights were replaced.
     """
     num_classes = classes(model)
     mismatches = _mismatches(on_meta(model.spec, num_classes, model.in_channels), model.state_dict())
@@ -168,7 +180,7 @@ def save_checkpoint(model: BaseModel, path: str | Path) -> None:
     """Writes a classifier to a file for `load_checkpoint`, completely or not at all; an existing file is replaced.
 
     Raises:
-        CheckpointError: the model is a backbone, layers were replaced, or the file cannot be written.
+        CheckpointError: the model is a backbone, layers with weights were replaced, or the file cannot be written.
     """
     check_own(path, model)
     content = {"name": model.spec.name, "overrides": overrides_of(model.spec), "num_classes": classes(model)}
@@ -179,7 +191,7 @@ def save_checkpoint(model: BaseModel, path: str | Path) -> None:
 def trained_on(model: BaseModel) -> dict[str, Any]:
     """`model.pretrained_cfg`, without the classes if the classifier was replaced by one for more or fewer; empty if there is
     none."""
-    known = dict(getattr(model, "pretrained_cfg", {}))
+    known = dict(getattr(model, "pretrained_cfg", None) or {})
     if len(known.get("label_names") or range(model.num_classes)) != model.num_classes:
         known = {key: value for key, value in known.items() if key not in ("num_classes", "label_names")}
     return known

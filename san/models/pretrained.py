@@ -78,7 +78,7 @@ def save_folder(
         facts: further entries of `config.json`.
 
     Raises:
-        CheckpointError: the model is a backbone, or layers were replaced, so that it could not be loaded again.
+        CheckpointError: the model is a backbone, or layers with weights were replaced, so that it could not be loaded again.
     """
     from safetensors.torch import save_file  # here, so that `import san` needs only torch
 

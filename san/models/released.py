@@ -98,8 +98,8 @@ def save_released_checkpoint(model: BaseModel, path: str | Path) -> None:
     """Writes a classifier to a file for the released code, completely or not at all; an existing file is replaced.
 
     Raises:
-        CheckpointError: the released code has no such network, the model is a backbone, layers were replaced, or the file
-            cannot be written.
+        CheckpointError: the released code has no such network, the model is a backbone, layers with weights were replaced, or
+            the file cannot be written.
     """
     check_own(path, model)
     write({"state_dict": {PREFIX + key: value for key, value in released_state_dict(model).items()}}, path)

@@ -25,18 +25,7 @@ from tests.benchmarks.tables import table
 
 BACKENDS: tuple[ops.Backend, ...] = ("auto", "reference")
 BATCH, THREADS = 4, 2
-Call = Callable[[], Any]
 M_MMAP_THRESHOLD = -3  # from <malloc.h>
-
-
-def under(backend: ops.Backend, call: Call) -> Call:
-    """Returns a function that runs the call with this back end."""
-
-    def run() -> None:
-        with ops.backend(backend):
-            call()
-
-    return run
 
 
 def memory(kind: str) -> None:
@@ -48,15 +37,17 @@ def memory(kind: str) -> None:
     rows = list[list[Any]]()
     for stage in STAGES:
         core = Core(kind, stage, BATCH)
-        peak = {b: peak_memory(under(b, core.train)) for b in BACKENDS}
-        saved = {b: saved_memory(core, b) for b in BACKENDS}
+        peak, saved = dict[ops.Backend, float](), dict[ops.Backend, float]()
+        for backend in BACKENDS:
+            with ops.backend(backend):
+                peak[backend], saved[backend] = peak_memory(core.train), saved_memory(core)
         cells = ((held["auto"] / 2**20, f"{held['reference'] / max(held['auto'], 1):.1f}") for held in (peak, saved))
         rows.append([stage, *(cell for pair in cells for cell in pair)])
     header = ["training", "peak MiB", "reference / fused", "saved MiB", "reference / fused"]
     print(table(f"Memory, {kind}", header, rows), flush=True)
 
 
-def saved_memory(core: Core, backend: ops.Backend) -> int:
+def saved_memory(core: Core) -> int:
     """Returns the bytes that forward saves for backward, without inputs and parameters."""
     given = {x.untyped_storage().data_ptr() for x in core.wanted}
     saved: dict[int, int] = {}
@@ -68,11 +59,11 @@ def saved_memory(core: Core, backend: ops.Backend) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
-        under(backend, core.train)()
+        core.train()
     return sum(saved.values())
 
 
-def peak_memory(call: Call) -> float:
+def peak_memory(call: Callable[[], object]) -> float:
     """Returns the maximum number of bytes that a call allocates."""
     call()
     gc.collect()

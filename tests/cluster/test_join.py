@@ -8,7 +8,8 @@ from subprocess import PIPE
 
 import pytest
 
-from cluster import Node, Resources
+import cluster.session
+from cluster import ClusterError, Node, Resources
 from experiments.config.config import PROJECT_DIR
 from tests.cluster.heads import ray_head
 from tests.cluster.processes import kill_ray
@@ -51,11 +52,15 @@ def run_script(script: str, *arguments: str, **variables: str) -> str:
 @pytest.mark.slow
 def test_driver_joins_a_cluster_that_others_started(tmp_path: Path) -> None:
     """And leaves it running. Trials without GPUs see none, although only a setting of the cluster would make Ray hide them."""
-    with ray_head("--num-cpus=2", "--include-dashboard=false", environment={"CUDA_VISIBLE_DEVICES": "0,1"}) as head:
-        assert run_script(JOIN, head.address) == repr(Resources((Node(2, 0),)))
-        assert run_script(JOIN, RAY_ADDRESS=head.address) == repr(Resources((Node(2, 0),)))
+    with ray_head("--num-cpus=3", "--include-dashboard=false", environment={"CUDA_VISIBLE_DEVICES": "0,1"}) as head:
+        assert run_script(JOIN, head.address) == repr(Resources((Node(3, 0),)))
+        assert run_script(JOIN, RAY_ADDRESS=head.address) == repr(Resources((Node(3, 0),)))
         assert run_script(SWEEP, head.address, str(tmp_path)) == "None [0.0]"
-    assert run_script(JOIN, "http://head:8265").startswith("refused: http://head:8265 is the address of a job server")
+
+
+def test_address_of_a_job_server_is_refused() -> None:
+    with pytest.raises(ClusterError, match="is the address of a job server"):
+        cluster.session._connect("http://head:8265")
 
 
 WAIT = """

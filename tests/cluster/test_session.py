@@ -67,10 +67,12 @@ def is_alive(process: subprocess.Popen[bytes]) -> bool:
 
 _TASK_WITH_VARIABLES = """
 import os, sys, ray, cluster.session
+cluster.supervision._SECONDS_BETWEEN_CHECKS = 0.001
 here = os.getcwd()
 with cluster.session.session():
     task = ray.remote(lambda: (sys.executable, here in sys.path)).options(runtime_env={"env_vars": {"SET_BY": "Tune"}})
-    print(*ray.get(task.remote(), timeout=240))
+    print(*ray.get(task.remote(), timeout=240), flush=True)
+    ray.shutdown()  # as in a sweep that Ctrl-C interrupts; this is not Ray's death
 """
 
 

@@ -50,10 +50,8 @@ def targets(folder: Path) -> list[Target]:
         Target("grid", _file(folder / "grid.yaml", _expand), yaml_text(grid | {"product": {"recipe.lr": [0.1, 0.2]}})),
         Target("profile", profile_path, st.text() | st.sampled_from(["digits\0", "../grid", "imagenet/", "Digits"])),
         Target("override", _override, _changed_text(overrides)),
-        Target(
-            "address", lambda text: open_store(text), _changed_text(["s3://bucket/prefix?endpoint_override=http://host:9000"])
-        ),
-        Target("summary.csv", _summary, changed_bytes(b"epoch,lr,top1,ended\r\n0,0.1,9.5,2026-01-01T00:00:00.000+00:00\r\n")),
+        Target("address", open_store, _changed_text(["s3://bucket/prefix?endpoint_override=http://host:9000"])),
+        Target("summary.csv", read_top1, changed_bytes(b"epoch,lr,top1,ended\r\n0,0.1,9.5,2026-01-01T00:00:00.000+00:00\r\n")),
         *_weights(folder),
         *_images(folder),
     ]
@@ -86,10 +84,6 @@ def _override(text: str) -> object:
 def _expand(path: Path) -> list[str]:
     configs = expand(GridRequest(path), table_names()).configs
     return [Trial("grid", "digits", row, 0, config, "digest").key for row, config in configs.items()]
-
-
-def _summary(content: bytes) -> object:
-    return read_top1(content)
 
 
 def _weights(folder: Path) -> list[Target]:

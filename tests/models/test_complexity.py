@@ -23,7 +23,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet26": ("resnet26", {}),
     "resnet26 7x7": ("resnet26", {"footprint": 7}),
     "scalar": ("san10_scalar", {}),
-    **{name: (name, {}) for name in ("san10_pairwise", "san15_pairwise", "san10_patchwise", "san19_patchwise")},
+    **{name: (name, {}) for name in ("san10_pairwise", "san10_patchwise")},
     **{f"pairwise {r}": ("san10_pairwise", {"relation": r}) for r in ("summation", "concatenation", "hadamard", "dot")},
     **{f"patchwise {r}": ("san10_patchwise", {"relation": r}) for r in ("star", "clique")},
     **{f"pairwise {p}": ("san10_pairwise", {"position": p}) for p in ("none", "absolute")},

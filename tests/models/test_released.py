@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from san.models.released import released_key
 SMALL: dict[str, Any] = {"num_stages": 3, "width_mult": 0.5}
 RELEASED = [name for name in VARIANTS if name.startswith("san") and "scalar" not in name]
 
-every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_released = pytest.mark.parametrize("name", RELEASED)
 
 
@@ -57,7 +57,7 @@ def test_released_files_round_trip(name: str, tmp_path: Path) -> None:
     assert_same(model, san.load_released_checkpoint(tmp_path / "a.pth", **SMALL))
 
 
-@every_variant
+@pytest.mark.parametrize("name", ["resnet26", "san10_pairwise", "san10_patchwise", "san10_scalar"])
 def test_our_files_round_trip(name: str, tmp_path: Path) -> None:
     model = trained(name, footprint=5, **SMALL)
     san.save_checkpoint(model, tmp_path / "a.pth")
@@ -146,6 +146,11 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "text": (lambda path: path.write_text("hello\n" * 9), {}, "damaged"),
     "half a file": (
         lambda path: (unchanged(path), path.write_bytes(path.read_bytes()[:4000])),
+        SMALL,
+        "damaged",
+    ),
+    "a changed weight": (
+        lambda path: (unchanged(path), path.write_bytes(path.read_bytes().replace(b"\x00\x00\x80\x3f", b"\x00\x00\x80\x7f"))),
         SMALL,
         "damaged",
     ),
@@ -268,4 +273,6 @@ def test_rejects_paths_and_backbones_that_cannot_be_saved(tmp_path: Path) -> Non
         for call in (partial(san.save_checkpoint, path=tmp_path / "a.pth"), san.released_state_dict):
             with pytest.raises(san.CheckpointError, match=inner):
                 call(wrapped)  # type: ignore[arg-type]
+    with pytest.raises(san.CheckpointError, match=r"not saved.*numpy"):
+        san.save_checkpoint(san.create_model("resnet26", 3, num_stages=2, width_mult=np.float64(0.5)), tmp_path / "a.pth")
     assert not os.listdir(tmp_path)

@@ -32,6 +32,8 @@ for _relation in PATCHWISE:
 for _name, _cls in (("pairwise", PairwiseAttention), ("patchwise", PatchwiseAttention)):
     for _mapping in MAPPINGS:
         for _transformation in TRANSFORMATIONS:
+            if (_mapping, _transformation) == ("LRL", "distinct"):
+                continue  # the default, which is above
             _kind(
                 f"{_name}-{_mapping}-{_transformation}",
                 _cls,

@@ -107,11 +107,10 @@ def test_manipulations_move_pixels_exactly(name: str, manipulate: Callable[[torc
     assert np.array_equal(manipulate(torch.from_numpy(images_NCHW)).numpy(), expected)
 
 
-@pytest.mark.parametrize("manipulation", MANIPULATIONS)
-def test_rotation_measures_accuracy_on_rotated_images(manipulation: str, trained: Trained) -> None:
+def test_rotation_measures_accuracy_on_rotated_images(trained: Trained) -> None:
     network, pixels, labels, _ = pixels_of(trained)
-    answers = predictions(network, MANIPULATIONS[manipulation](pixels))
-    found = Rotation(manipulation)(subject(trained, 64))
+    answers = predictions(network, MANIPULATIONS["rotate90"](pixels))
+    found = Rotation("rotate90")(subject(trained, 64))
     assert found["top1"] == pytest.approx(100 * (answers == labels).double().mean().item(), abs=1e-9)
     assert found["top5"] >= found["top1"]
 

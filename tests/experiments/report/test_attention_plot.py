@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import san
 from experiments.evaluation.attention import compute_all_attention, open_image
 from tests.experiments.conftest import Rejected, San
 from tests.experiments.drivers import PATIENCE
@@ -60,7 +62,16 @@ def test_script_shows_the_weights_of_the_pixel_in_the_middle(files: Path, tmp_pa
     np.testing.assert_allclose(labels, strongest, atol=attention.limit / 50)
 
 
-def test_rejects(files: Path, rejected: Rejected) -> None:  # noqa: F811
+def test_rejects(files: Path, rejected: Rejected, tmp_path: Path) -> None:  # noqa: F811
     command = ("attention-page", files / "san10_pairwise.pt", files / "colours.png", "--profile", "digits")
+    network, (whole, part) = san.load_checkpoint(files / "san10_pairwise.pt"), (tmp_path / "whole.pt", tmp_path / "part.pt")
+    for path, share in ((whole, 1.0), (part, 0.5)):
+        network.pretrained_cfg = {"input_size": (3, 24, 24), "crop_pct": share}
+        san.save_checkpoint(network, path)
+    said = rejected("attention-page", whole, files / "colours.png", "--compare", part)
+    assert "it prepares the image in another way" in said
+    next(network.parameters()).data.fill_(math.nan)
+    san.save_checkpoint(network, part)
+    assert "not finite" in rejected("attention", part, *command[2:])
     said = rejected(*command, "--out", "missing/page.html")
     assert "missing/page.html: cannot write" in said and "--out" in said

@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image, ImageChops
 
-from experiments.config.config import GRIDS_DIR
 from experiments.config.grid import GridRequest
 from experiments.report.plots import Chart, Point, Series, save, save_plot, svg
 from experiments.runner.grid_run import open_grid_run
@@ -58,9 +57,11 @@ def test_draws_ours_next_to_the_paper(open_small_grid: OpenGrid, tmp_path: Path)
 
 def test_plot_grows_with_the_number_of_rows(tmp_path: Path) -> None:
     heights = {}
-    for name in ("position", "footprint"):
-        grid_run = open_grid_run(GridRequest(GRIDS_DIR / f"{name}.yaml", "digits", (), tmp_path))
+    for rows in (3, 13):
+        path = tmp_path / f"{rows}.yaml"
+        path.write_text(f"{{question: q, product: {{model.name: [resnet26], recipe.lr: {list(range(1, rows + 1))}}}}}")
+        grid_run = open_grid_run(GridRequest(path, "digits", (), tmp_path))
         lines = tabled(grid_run, {trial.row: 90.0 for trial in grid_run.trials})
-        save_plot(None, grid_run.trials, lines, "Title", tmp_path / f"{name}.png")
-        heights[len(lines)] = Image.open(tmp_path / f"{name}.png").height
+        save_plot(None, grid_run.trials, lines, "Title", path.with_suffix(".png"))
+        heights[rows] = Image.open(path.with_suffix(".png")).height
     assert heights[13] - heights[3] > 10 * 30

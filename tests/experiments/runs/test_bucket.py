@@ -19,10 +19,9 @@ from tests.experiments.servers import ObjectStore
 @pytest.mark.parametrize(
     "uri",
     [
-        "s3://ada:opensesame@runs/prefix",
+        "s3://ada:opensesame/prefix",
         "s3://ada:open/sesame@runs/prefix",
         "s3://runs/prefix?access_key=ada&secret_key=opensesame",
-        "s3://runs/prefix?endpoint_override=http://ada:opensesame@host:9000",
         "s3://runs/prefix?endpoint_override=http%3A%2F%2Fada%3Aopensesame%40host",
     ],
 )

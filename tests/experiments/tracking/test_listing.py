@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 from experiments.config.grid import Trial
-from experiments.runner.grid_run import GridRun, known_results
+from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.claims import claimed_trials
 from experiments.tracking.listing import list_runs
 from san import Complexity
@@ -57,6 +60,29 @@ def test_deletes_one_trial_and_nothing_else(open_small_grid: OpenGrid, rejected:
     assert [model.name for model in client.search_logged_models([experiment])] == [second.row]
     assert not any(file.exists() for file in files)
     assert all(file.exists() for file in kept)
+
+
+def test_all_runs_of_a_deleted_trial_are_listed(open_small_grid: OpenGrid, run_san: San, tmp_path: Path) -> None:
+    """Also those of other grids, which share its key and its checkpoints."""
+    grid_run = open_small_grid()
+    path = shutil.copy(grid_run.request.grid, tmp_path / "other.yaml")
+    other = open_grid_run(replace(grid_run.request, grid=Path(path)))
+    other.tracker.prepare(other.grid, grid_run.workspace.artifacts)
+    trained(other, other.trials[0])
+    grid_run.tracker.open(grid_run.trials[0])
+    _, _, err = run_san("delete", "small", "--runs", grid_run.workspace.runs)
+    assert "other-digits" in err
+
+
+def test_trial_is_kept_if_its_files_cannot_be_deleted(open_small_grid: OpenGrid, rejected: Rejected) -> None:
+    """So that the same command can be given again, and the next `san run` does not continue what remains."""
+    grid_run = open_small_grid()
+    trial = grid_run.trials[0]
+    checkpoint, _ = trained(grid_run, trial)
+    with patch("shutil.rmtree"), patch.object(Path, "unlink", side_effect=PermissionError(13, "Permission denied")):
+        message = rejected("delete", trial.key, "--yes", "--runs", grid_run.workspace.runs)
+    assert f"{checkpoint.name}: cannot delete (Permission denied)" in message
+    assert trial.key in known_results(grid_run)
 
 
 def test_deletes_all_trials_of_a_grid(open_small_grid: OpenGrid, printed: Printed) -> None:

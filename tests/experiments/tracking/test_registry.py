@@ -116,6 +116,17 @@ def test_runs_folder_can_be_moved(
         assert "config.yaml" in {file.path for file in client.list_artifacts(result.run_id)}
 
 
+def test_folders_that_share_a_database_keep_their_files(
+    open_small_grid: OpenGrid, empty_database: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copy(empty_database, tmp_path / "shared.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'shared.db'}")
+    one = open_small_grid()
+    before = one.tracker.client.get_experiment_by_name(one.name).artifact_location
+    prepare(open_grid_run(replace(one.request, runs=tmp_path / "other runs")))
+    assert one.tracker.client.get_experiment_by_name(one.name).artifact_location == before
+
+
 @pytest.mark.parametrize(
     "call", ["create_logged_model", "log_model_artifacts", "create_model_version", "set_logged_model_tags"]
 )

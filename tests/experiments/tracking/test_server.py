@@ -13,11 +13,10 @@ from experiments.config.grid import GridRequest
 from experiments.runner.grid_run import open_grid_run
 from experiments.training.trainer import run_trial
 from tests.experiments.conftest import SMALL_GRID, Rejected
-from tests.experiments.samples import silent
+from tests.experiments.samples import SHORT, silent
 from tests.experiments.servers import Server
 
 pytestmark = pytest.mark.slow  # starts servers
-OVERRIDES = ("recipe.epochs=3", "recipe.batch_size=128")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def test_rejects_a_wrong_password(
 
 def test_no_file_contains_a_secret(server: Server, password: str, tmp_path: Path, process_group: None) -> None:
     runs = tmp_path / "runs"
-    grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", OVERRIDES, runs))
+    grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", SHORT, runs))
     grid_run.tracker.prepare(grid_run.grid, runs / "artifacts")
     trial, client = grid_run.trials[0], grid_run.tracker.client
     run_trial(grid_run.workspace, trial, silent)

@@ -133,10 +133,9 @@ def test_synchronized_norms_replace_no_norm_that_computes_more() -> None:
         Engine(nn.Sequential(nn.Linear(6, 4), Activated(4)), recipe(sync_batchnorm=True), 3, 8)
 
 
-@pytest.mark.parametrize("parts", [2, 3])
-def test_accumulated_gradients_equal_the_gradients_of_the_whole_batch(parts: int) -> None:
+def test_accumulated_gradients_equal_the_gradients_of_the_whole_batch() -> None:
     """For a model without BatchNorm. Three parts of eight images have different sizes."""
-    whole, cut = (Engine(perceptron(), recipe(grad_accum_steps=n), 3, 8 // n) for n in (1, parts))
+    whole, cut = (Engine(perceptron(), recipe(grad_accum_steps=n), 3, 8 // n) for n in (1, 3))
     for images, labels in batches():
         torch.testing.assert_close(cut.train_step(images / 50, labels), whole.train_step(images / 50, labels))
     assert cut.lr == whole.lr == pytest.approx(0)
@@ -160,11 +159,7 @@ def test_bfloat16_does_not_affect_stored_tensors_and_validation() -> None:
 OPTIONS = [
     pytest.param({}, {}, id="plain"),
     pytest.param({"warmup_epochs": 0.7}, {}, id="warmup"),
-    pytest.param({"mixup_alpha": 0.4}, {}, id="mixup"),
     pytest.param({"cutmix_alpha": 1.0}, {}, id="cutmix"),
-    pytest.param({"ema_decay": 0.9}, {}, id="average"),
-    pytest.param({"grad_accum_steps": 3}, {}, id="accumulation"),
-    pytest.param({"precision": "bfloat16"}, {}, id="bfloat16"),
     pytest.param({"momentum": 0.0}, {}, id="without momentum"),
     pytest.param({}, {"compile": True}, id="compiled", marks=[pytest.mark.slow, pytest.mark.compiles]),
     pytest.param({"mixup_alpha": 0.4, "ema_decay": 0.9, "grad_accum_steps": 2, "precision": "bfloat16"}, {}, id="several"),

@@ -113,20 +113,6 @@ def test_non_finite_loss_stops_the_trial(open_small_grid: OpenGrid) -> None:
     assert "metric-logger" not in {thread.name for thread in threading.enumerate()}
 
 
-def slow() -> None:
-    """Every step counts as slow."""
-    trainer.SECONDS_BETWEEN_CHECKS = 1e-9
-
-
-@pytest.mark.slow
-def test_slow_steps_are_checked_one_by_one(open_small_grid: OpenGrid) -> None:
-    """So that workers that are killed, or asked to stop, lose little. The third step needs the checkpoint of the second."""
-    grid_run = open_small_grid(*SHORT, "checkpointing.check_every_n_steps=20", "checkpointing.checkpoint_every_n_minutes=1e-9")
-    trial = grid_run.trials[0]
-    assert ended(start(grid_run.workspace, trial, 2, Kill("step", 4), slow))[1] == -9
-    assert newest(grid_run.workspace, trial).running.steps in (2, 3)
-
-
 def test_trial_saves_its_work_when_it_is_asked_to_stop(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "SECONDS_BETWEEN_CHECKS", -1.0)
     grid_run = open_small_grid(*SHORT, "recipe.epochs=1")
