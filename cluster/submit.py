@@ -64,7 +64,10 @@ class JobServer:
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray's client prefers it to its argument
         with self._errors():
             requests.get(f"{self.address}/api/version", timeout=SECONDS_TO_ANSWER)  # Ray's client would wait without end
-            self._client = JobSubmissionClient(self.address)
+            try:
+                self._client = JobSubmissionClient(self.address)
+            except (KeyError, TypeError) as error:  # the answer was JSON, but not Ray's
+                raise requests.JSONDecodeError(str(error), "", 0) from None
 
     def submit(self, job: str, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         """Uploads a folder, unless the cluster has it already, and runs a command in it on the head.
@@ -114,7 +117,7 @@ class JobServer:
             yield
         except AuthenticationError:
             raise ClusterError(f"{self.address} rejected the token or requires one; {TOKEN_HINT}") from None
-        except (aiohttp.ClientError, requests.RequestException, OSError, KeyError, TypeError) as error:
+        except (aiohttp.ClientError, requests.RequestException, OSError) as error:
             raise ClusterError(
                 f"{self.address} does not answer like a job server ({type(error).__name__}); check the address, the network "
                 "and the head's dashboard"

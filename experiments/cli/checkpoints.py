@@ -199,8 +199,10 @@ def _table(path: Path) -> Iterator[TextIO]:
         sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         yield sys.stdout
         return
-    path = path.resolve()  # the target of a link is written
-    part = path if path.exists() and not path.is_file() else path.with_name(f"{path.name}.part")  # devices are not replaced
+    target = path
+    if path.is_file() or not path.exists():  # devices are not replaced, nor are links
+        target = Path(os.path.realpath(path))
+    part = target if target.exists() and not target.is_file() else target.with_name(f"{target.name}.part")
     try:
         file = open(part, "w", encoding="utf-8", errors="surrogateescape")
     except OSError as error:
@@ -208,8 +210,8 @@ def _table(path: Path) -> Iterator[TextIO]:
     try:
         with file:
             yield file
-        if part != path:
-            part.replace(path)
+        if part != target:
+            part.replace(target)
     except BaseException:
         click.echo(f"{part} has the results so far", err=True)
         raise

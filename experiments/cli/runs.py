@@ -113,9 +113,9 @@ def ui(port: int, runs: str | None) -> None:
     click.echo(f"{where}  (starting; press Ctrl-C to stop)")
     mlflow = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--port", str(port), "--workers", "1"]
     quicker = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # jobs are for language models and need several more processes
-    # In another session, because its processes would print tracebacks on Ctrl-C.
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # the terminal was closed
         signal.signal(signal.SIGHUP, signal.default_int_handler)
+    # In another session, because its processes would print tracebacks on Ctrl-C.
     with subprocess.Popen(mlflow, env=quicker | os.environ, start_new_session=True) as server:
         try:
             sys.exit(server.wait() or 1)  # it has ended by itself

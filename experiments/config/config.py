@@ -30,8 +30,8 @@ from san.choice import ChoiceError, ModelError, choices, similar
 from san.models import ModelSpec, ModuleSpec, model_spec
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
-GRIDS_DIR = PROJECT_DIR / "experiments" / "grids"
 """Folder of the packages, data/ and runs/."""
+GRIDS_DIR = PROJECT_DIR / "experiments" / "grids"
 
 
 def _no_boolean(value: object) -> object:

@@ -157,7 +157,7 @@ def read_profile(path: Path, resolve_paths: bool = True, below: tuple[Path, ...]
         raise UserError(f"{path}: this is a grid, not a profile; give the name of a profile, or the file of one")
     for section, settings in content.items():
         if section not in (*TrialConfig.model_fields, "extends"):
-            raise UserError(f"{path}: {section}: {unknown_key(section, [*TrialConfig.model_fields, 'extends'])}")
+            raise UserError(f"{path}: {section}: {unknown_key(str(section), [*TrialConfig.model_fields, 'extends'])}")
         if section != "extends" and not isinstance(settings, dict):
             raise UserError(f"{path}: {section}: must be a mapping of keys, not {json.dumps(settings, default=str)}")
     extended = content.pop("extends", None)
@@ -189,7 +189,7 @@ def with_absolute_paths(layer: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def parse_override(text: str) -> dict[str, Any]:
     """`recipe.epochs=3` as a nested mapping. The value is YAML, but the value of a key that takes text, such as `data.root`, is
-    the text itself, or null. Raises UserError if there is no `=`, and no value."""
+    the text itself, or null. Raises UserError if there is no `=`, or no value."""
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise UserError(f"override {text!r}: not KEY=VALUE; an example is recipe.epochs=3")

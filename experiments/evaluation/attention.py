@@ -186,7 +186,7 @@ def _run(opened: LoadedModel, picture: Dataset) -> _Answer:
     weight_GKP = {name: weight[0] for name, weight in weight_NGKP.items()}
     if not all(weight.isfinite().all() for weight in weight_GKP.values()):
         raise UserError(f"{picture.paths[0]}: the network's attention weights are not finite; choose another checkpoint")
-    name, prediction = (os.fsencode(text).decode(errors="replace") for text in (picture.paths[0], prediction))  # may be no text
+    name, prediction = (words.encode(errors="replace").decode() for words in (picture.paths[0], prediction))  # may be no text
     return _Answer(name, image_3HW.permute(1, 2, 0).numpy(), prediction, weight_GKP)
 
 

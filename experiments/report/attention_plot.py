@@ -41,11 +41,11 @@ def save(attention: Attention, path: Path) -> None:
     whose = "the footprint of one pixel" if n == 1 else f"the footprints of {n} pixels"
     title = f"{attention.model}: {attention.kind} attention over {whose}, {k} × {k}"  # noqa: RUF001
     where = f"{attention.layer}, map of {H} × {W}, {attention.channels}"  # noqa: RUF001
-    image = f"{attention.picture}, predicted {attention.prediction}"
+    name = attention.picture if len(attention.picture) <= 70 else f"\N{HORIZONTAL ELLIPSIS}{attention.picture[-69:]}"
     below = textwrap.fill(f"{_legend(attention, shown)} {variance_in_words(attention)}", 125)
     figure = _draw(attention, shown, columns, above=58, below=12 * (1 + below.count("\n")) + 12)
     height = figure.get_figheight() * 72
-    lines = (title, 11, INK), (textwrap.shorten(image, 110), 9, QUIET), (where, 9, QUIET)
+    lines = (title, 11, INK), (f"{name}, predicted {attention.prediction}", 9, QUIET), (where, 9, QUIET)
     for y, (text, size, color) in zip((height - 12, height - 30, height - 43), lines, strict=True):
         figure.text(GAP / WIDTH, y / height, text, fontsize=size, color=color, va="top", parse_math=False)
     figure.text(GAP / WIDTH, 10 / height, below, fontsize=LETTERS, color=INK, va="bottom", linespacing=1.3)

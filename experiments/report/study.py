@@ -248,7 +248,8 @@ def _reading(sections: Sequence[Section], spreads: Spreads) -> str:
 A gap is a difference in percentage points, of top-1 unless the ordering names something else, with a 95% interval over seeds by
 Student's t; the standard deviation between seeds is that of all rows with the same kind of network{estimate}, and for
 robustness that of the row itself. An ordering is *confirmed* if the whole interval is above 0, *reversed* if it is below, and
-*inconclusive* otherwise; it is *open* until both rows have two seeds. By chance, about one interval in twenty
+*inconclusive* otherwise; it is *open* until both rows have two
+seeds, and their standard deviation is above 0. By chance, about one interval in twenty
 misses the true gap. Where the paper says "much better", we test "better", and where it says "similar", nothing. The bars in the
 plots, and the intervals in the tables of robustness, are those of single rows, from their own seeds only.
 

@@ -142,7 +142,7 @@ def images_in_words(grid_run: GridRun) -> list[str]:
 def _unequal_sizes(planned: Sequence[PlannedTrial]) -> list[str]:
     """A warning if rows are so different in size that their accuracies say little about anything else."""
     rows = {trial.row: (trial.params, trial.flops) for trial in planned}
-    middle = [statistics.median(numbers) for numbers in zip(*rows.values(), strict=True)]
+    middle = [statistics.median_high(numbers) for numbers in zip(*rows.values(), strict=True)]
     far = [row for row, sizes in rows.items() if any(max(two) > 2 * min(two) for two in zip(sizes, middle, strict=True))]
     if not far:
         return []

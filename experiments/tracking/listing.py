@@ -13,6 +13,7 @@ from mlflow.exceptions import MlflowException
 
 from experiments.errors import UserError
 from experiments.runs.claims import require_idle
+from experiments.runs.store import StorageError
 from experiments.runs.workspace import Workspace, checkpoint_folder, has_runs
 from experiments.tracking import TrackerError
 from experiments.tracking.client import ended_or_begun, open_client, pages, usable
@@ -147,14 +148,21 @@ def delete_trials(workspace: Workspace, trials: Sequence[ListedRun]) -> None:
     client, store = open_client(workspace.tracking_uri), workspace.store
     for key in dict.fromkeys(run.key for run in trials):
         require_idle(store, key)
-        # The runs are last, because they are needed to repeat the command if files cannot be deleted.
-        store.delete_folder(checkpoint_folder(key))
-        for name in (*store.names(checkpoint_folder(key)), *store.names("logs"), *store.names("failures")):
-            if re.search(rf"(-|/){key}\b", name):
-                store.delete(name)
         with usable(workspace.tracking_uri):
             everywhere = [experiment.experiment_id for experiment in pages(client.search_experiments)]
+            runs = pages(client.search_runs, everywhere, f"tags.`san.trial` = '{key}'")
+            for run in runs:
+                client.delete_run(run.info.run_id)
+        try:
+            store.delete_folder(checkpoint_folder(key))
+            for name in (*store.names(checkpoint_folder(key)), *store.names("logs"), *store.names("failures")):
+                if re.search(rf"(-|/){key}\b", name):
+                    store.delete(name)
+        except StorageError:
+            with usable(workspace.tracking_uri):
+                for run in runs:  # the command can then be repeated, and `san run` does not continue what is left
+                    client.restore_run(run.info.run_id)
+            raise
+        with usable(workspace.tracking_uri):
             for model in pages(client.search_logged_models, everywhere, f"tags.`san.trial` = '{key}'"):
                 client.delete_logged_model(model.model_id)
-            for run in pages(client.search_runs, everywhere, f"tags.`san.trial` = '{key}'"):
-                client.delete_run(run.info.run_id)

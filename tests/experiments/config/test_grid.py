@@ -340,6 +340,7 @@ def test_profile_can_name_the_model(write_grid: WriteGrid, tmp_path: Path) -> No
         ("extends: none", "unknown profile"),
         ("recipie: {epochs: 3}", "recipie: unknown key; did you mean `recipe`?"),
         ("extends: digits\ndata:", "data: must be a mapping"),
+        ("true: {epochs: 3}", "True: unknown key"),
     ],
 )
 def test_rejects_a_profile(content: str, message: str, tmp_path: Path) -> None:

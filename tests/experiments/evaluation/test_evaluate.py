@@ -294,9 +294,11 @@ def test_table_has_every_image_of_a_folder_in_order(
     """The loader meets a broken image up to seven batches ahead."""
     monkeypatch.setattr(evaluate, "AT_ONCE", 1)
     table = tmp_path / "table.csv"
+    table.symlink_to("elsewhere.csv")
     code, out, err = run_san("predict", "san10_patchwise_cifar10", photos, "recipe.batch_size=8", "--top", "2", "--csv", table)
     assert (code, out) == (1, f"{table}: 70 images, of which 2 cannot be used\n") and "skipped 1 .txt" in err
-    rows = list(csv.DictReader(table.open()))
+    rows = list(csv.DictReader((tmp_path / "elsewhere.csv").open()))
+    assert table.is_symlink()
     assert [row["image"] for row in rows] == sorted(str(path) for path in photos.rglob("*.jpg"))
     broken = {Path(row["image"]).name: row["error"] for row in rows if row["error"]}
     assert broken.keys() == {"02.jpg", "69.jpg"} and all("not an image" in reason for reason in broken.values())

@@ -68,7 +68,7 @@ def test_rejects(files: Path, rejected: Rejected, tmp_path: Path) -> None:  # no
     for path, share in ((whole, 1.0), (part, 0.5)):
         network.pretrained_cfg = {"input_size": (3, 24, 24), "crop_pct": share}
         san.save_checkpoint(network, path)
-    said = rejected("attention-page", whole, files / "colours.png", "--compare", part)
+    said = rejected("attention-page", whole, files / "colours.png", "--compare", part, "--out", tmp_path / "page.html")
     assert "it prepares the image in another way" in said
     next(network.parameters()).data.fill_(math.nan)
     san.save_checkpoint(network, part)

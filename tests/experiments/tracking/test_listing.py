@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+from mlflow.exceptions import MlflowException
+
 from experiments.config.grid import Trial
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runs.claims import claimed_trials
@@ -83,6 +85,14 @@ def test_trial_is_kept_if_its_files_cannot_be_deleted(open_small_grid: OpenGrid,
         message = rejected("delete", trial.key, "--yes", "--runs", grid_run.workspace.runs)
     assert f"{checkpoint.name}: cannot delete (Permission denied)" in message
     assert trial.key in known_results(grid_run)
+
+
+def test_files_are_kept_if_the_runs_cannot_be_deleted(open_small_grid: OpenGrid, rejected: Rejected) -> None:
+    grid_run = open_small_grid()
+    files = trained(grid_run, grid_run.trials[0])
+    with patch("mlflow.tracking.MlflowClient.delete_run", side_effect=MlflowException("no permission")):
+        assert "no permission" in rejected("delete", "small", "--yes", "--runs", grid_run.workspace.runs)
+    assert all(file.exists() for file in files)
 
 
 def test_deletes_all_trials_of_a_grid(open_small_grid: OpenGrid, printed: Printed) -> None:
