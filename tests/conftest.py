@@ -32,7 +32,7 @@ PRODUCT = ("RAY_", "TUNE_", "MLFLOW_", "SAN_", "AWS_", "DEEPSPEED_", "DS_ACCELER
 for name in [name for name in os.environ if name.startswith(PRODUCT) and name not in KERNELS]:
     del os.environ[name]
 
-# A proxy of the developer's is not for the servers of the tests.
+# The servers of the tests are on this machine, which no proxy reaches.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
 # Ray gives its workers a low priority, so that beside other tests they would hardly run.

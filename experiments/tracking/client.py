@@ -66,7 +66,7 @@ _PLACES = (
 def follow_moved_folder(uri: str, artifacts: Path) -> None:
     """Replaces the paths of artifacts in a local database if its folder has been moved, so that MLflow finds and writes them in
     `artifacts`. MLflow has no function for this; it stores absolute paths."""
-    if Path(unquote(uri.removeprefix("sqlite:///"))) != artifacts.parent / "mlflow.db":  # of several folders, or a server
+    if Path(unquote(uri.removeprefix("sqlite:///"))) != artifacts.parent / "mlflow.db":  # a server, or a shared database
         return
     here = artifacts.as_uri()
     ours = (
