@@ -46,6 +46,7 @@ gallery: setup
 	  runs/footprint-digits/report.html
 
 CLIENTS := .clients
+CLIENT_TESTS := env PYTHONPATH=$(CLIENTS) $(BIN)/python -m pytest -n 2 --dist worksteal tests/clients
 
 # The everyday tests. Two processes, because tests often wait for processes that they start. In the order of the files' names:
 # otherwise the files with the fewest tests, which take longest, would be last.
@@ -57,7 +58,7 @@ test: setup lint
 # The everyday tests, then those with servers, compilers and long grids, and those with other packages.
 test-all: test $(CLIENTS)/.installed
 	@$(STEP) "slow tests" $(PYTEST) -m slow --durations=50
-	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m pytest tests/clients
+	@$(STEP) "clients" $(CLIENT_TESTS)
 
 # Build a wheel of the library with the CPU kernels into dist/; using it needs no compiler.
 wheel: setup
@@ -65,7 +66,7 @@ wheel: setup
 
 # Tests with timm, torchvision, captum, Lightning and huggingface_hub, which are installed next to the environment.
 test-clients: $(CLIENTS)/.installed
-	@PYTHONPATH=$(CLIENTS) $(STEP) "clients" $(BIN)/python -m pytest tests/clients
+	@$(STEP) "clients" $(CLIENT_TESTS)
 
 $(CLIENTS)/.installed: requirements-clients.txt | setup
 	@rm -rf $(CLIENTS)

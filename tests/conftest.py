@@ -45,9 +45,12 @@ settings.load_profile("patient")
 
 SECONDS_FOR_STACKS = 30.0
 """Before the end of a test that hangs."""
+LONGEST = ("test_end_to_end.py", "test_export.py", "test_cuda_sources.py", "test_nodes.py", "test_submit.py", "test_guides.py")
+"""Files with minutes of slow tests, which come first, so that no process works alone at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if " " in sys.prefix:
         for item in (item for item in items if item.get_closest_marker("compiles")):
             item.add_marker(pytest.mark.skip("torch.compile fails where the path of the environment has a space"))

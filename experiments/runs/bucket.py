@@ -24,6 +24,8 @@ OPTIONS = ("endpoint_override", "region", "scheme", "tls_ca_file_path", "tls_ver
 CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials, or the role of the machine"
 REJECTED = re.compile("AccessDenied|AccessKey|Signature|Token|Credentials|Forbidden|^40[13]$")
 """Error codes of a store that does not accept the credentials."""
+SECONDS_TO_CONNECT, SECONDS_TO_ANSWER = 5.0, 20.0
+"""After these, a request fails; it is made twice."""
 CONFLICT = ("PreconditionFailed", "ConditionalRequestConflict", "409", "412")
 """Error codes of a conditional put whose condition does not hold."""
 
@@ -203,8 +205,8 @@ def _client(address: str) -> Any:
         endpoint = f"{scheme}://{endpoint}"
     verify = options.get("tls_verify_certificates", "true").lower() not in ("false", "0")
     config = Config(
-        connect_timeout=5,
-        read_timeout=20,
+        connect_timeout=SECONDS_TO_CONNECT,
+        read_timeout=SECONDS_TO_ANSWER,
         retries={"mode": "standard", "total_max_attempts": 2},
         s3={"addressing_style": "path"} if endpoint else {},
         # Stores other than Amazon's may not know newer kinds of checksums.

@@ -34,9 +34,9 @@ from cluster.session import session
 from cluster.sweep import sweep
 from tests.cluster import functions
 memory = functions.Memory()
-with session(sys.argv[1]):
+with session(sys.argv[1]) as resources:
     outcomes = sweep(functions.describing, {"trial": ""}, Placement(), storage=sys.argv[2], observer=memory)
-print(outcomes["trial"].error, [report["sees_gpus"] for report in memory.of("trial")])
+print(resources, outcomes["trial"].error, [report["sees_gpus"] for report in memory.of("trial")])
 """
 
 
@@ -53,9 +53,9 @@ def run_script(script: str, *arguments: str, **variables: str) -> str:
 def test_driver_joins_a_cluster_that_others_started(tmp_path: Path) -> None:
     """And leaves it running. Trials without GPUs see none, although only a setting of the cluster would make Ray hide them."""
     with ray_head("--num-cpus=3", "--include-dashboard=false", environment={"CUDA_VISIBLE_DEVICES": "0,1"}) as head:
-        assert run_script(JOIN, head.address) == repr(Resources((Node(3, 0),)))
-        assert run_script(JOIN, RAY_ADDRESS=head.address) == repr(Resources((Node(3, 0),)))
-        assert run_script(SWEEP, head.address, str(tmp_path)) == "None [0.0]"
+        resources = Resources((Node(3, 0),))
+        assert run_script(JOIN, RAY_ADDRESS=head.address) == repr(resources)
+        assert run_script(SWEEP, head.address, str(tmp_path)) == f"{resources} None [0.0]"
 
 
 def test_address_of_a_job_server_is_refused() -> None:
@@ -65,7 +65,9 @@ def test_address_of_a_job_server_is_refused() -> None:
 
 WAIT = """
 import sys, time
+import cluster.supervision
 from cluster.session import session
+cluster.supervision._SECONDS_TO_RESPOND = 3.0
 with session(sys.argv[1], [lambda: print("called")]):
     print("joined", flush=True)
     time.sleep(10_000)

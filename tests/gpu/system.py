@@ -182,7 +182,7 @@ def four_trials(settings: Settings) -> Iterator[Row]:
     runs = Path(settings.work, "four")
     names = ("pairwise_7", "resnet26_3", "pairwise_3", "patchwise_7")
     rows = [f"--only={name}" for name in (names[:2] if settings.small else names)]
-    speed = [] if settings.small else ["engine.cuda_graphs=true"]
+    speed = ["--serial"] if settings.small else ["engine.cuda_graphs=true"]
     row: Row = {"what": "san run, four trials at once"}
     with metered(settings, row):
         grid = str(GRIDS / "footprint.yaml")

@@ -87,14 +87,14 @@ def results(model: nn.Module, images: Tensor) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.xfail(torch.__version__ < (2, 13), reason="inductor cannot compare symbolic strides on the CPU")
-def test_compiled_model_accepts_images_of_any_size() -> None:
-    """`dynamic=True` makes sizes symbolic in the first call; otherwise a second size would do so."""
+def test_compiled_model_trains_with_any_batch_size() -> None:
+    """`dynamic=True` makes the batch size symbolic in the first call; otherwise a second one would do so."""
     torch.compiler.reset()
     model = made("pairwise", ONE_BLOCK).train()
     plain = copy.deepcopy(model)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
-    for batch, height, width in [(2, 8, 10), (3, 8, 10), (2, 12, 14)]:
-        images = torch.randn(batch, 3, height, width)
+    for batch in (2, 3):
+        images = torch.randn(batch, 3, 8, 10)
         torch.testing.assert_close(results(compiled, images), results(plain, images), rtol=1e-4, atol=1e-5)
 
 
@@ -114,6 +114,7 @@ def test_stored_graphs_are_not_those_of_other_derivatives(tmp_path: Path) -> Non
     for package in ("san", "cuda_ext"):
         shutil.copytree(package, tmp_path / package, ignore=shutil.ignore_patterns("weights", "__pycache__"))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "graphs")}
+    environment["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # finding out which instructions work takes longer than the test
 
     def gradient() -> float:
         command = [sys.executable, "-c", COMPILED_GRADIENT]
@@ -148,7 +149,8 @@ def test_an_aot_inductor_package_takes_any_size(tmp_path: Path) -> None:
     model = made("patchwise", ONE_BLOCK)
     with torch.no_grad():
         program = torch.export.export(model, (IMAGES[:2],), dynamic_shapes=(DYNAMIC,))
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    once = {"aot_inductor.precompile_headers": False}  # which helps if several models are compiled
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"), inductor_configs=once)
     package = torch._inductor.aoti_load_package(path)
     for images in OTHER_SIZES:
         torch.testing.assert_close(package(images), model(images), rtol=1e-4, atol=1e-5)
@@ -166,11 +168,8 @@ def check_onnx(path: Path, model: nn.Module, which: str) -> None:
 @pytest.mark.slow
 def test_onnxruntime_gives_the_same_numbers_at_any_size(tmp_path: Path) -> None:
     path, shapes = tmp_path / "model.onnx", (DYNAMIC,)
-    for which, size, opset in (
-        *((which, SMALL if which == "pairwise" else ONE_BLOCK, 18) for which in KINDS),
-        ("pairwise hadamard absolute LRLRL", ONE_BLOCK, 25),
-    ):
-        model = made(which, size)
+    for which, opset in (*((which, 18) for which in KINDS), ("pairwise hadamard absolute LRLRL", 25)):
+        model = made(which, ONE_BLOCK)
         torch.onnx.export(model, (IMAGES[:2],), path, dynamo=True, dynamic_shapes=shapes, opset_version=opset, verbose=False)
         check_onnx(path, model, f"{which}, opset {opset}")
 

@@ -75,7 +75,7 @@ def test_grid_is_trained_with_every_real_part(start: Start, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_grid_resumes_after_ctrl_c_without_ray_and_without_its_driver(start: Start, tmp_path: Path) -> None:
-    options = ("recipe.epochs=12", "recipe.batch_size=32", "data.train_per_class=64")
+    options = ("recipe.epochs=8", "recipe.batch_size=32", "data.train_per_class=64")
     grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs"))
 
     def start_and_train_an_epoch() -> Driver:
@@ -105,7 +105,7 @@ def test_grid_resumes_after_ctrl_c_without_ray_and_without_its_driver(start: Sta
 
     last = start(*options)
     assert last.finish() == 0, last.said
-    assert_complete(grid_run, 12)
+    assert_complete(grid_run, 8)
 
 
 @pytest.mark.slow
