@@ -39,7 +39,9 @@ CUDA_ARCHITECTURES = ("80", "90", "100", "120")
 # Symbols of torch 2.11, the oldest supported; a library built so loads in later releases too.
 TORCH_TARGET = "0x020b000000000000"
 CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter")
-# The sources in cpu/simd are compiled for each of these and the best is picked when the library is loaded.
+# Without the second one, some loops take 15% longer after unrelated changes.
+SIMD_FLAGS = ("-Wno-psabi", "-falign-loops=64")
+# The sources in cpu/simd are compiled for each of these. Each call of an operator uses the best that the CPU supports.
 INSTRUCTION_SETS = (
     {"baseline": "x86-64", "v3": "x86-64-v3", "v4": "x86-64-v4"} if platform.machine() == "x86_64" else {"baseline": ""}
 )
@@ -82,14 +84,19 @@ class Toolchain:
 @functools.cache
 def version_text(compiler: str) -> str:
     """What a compiler prints as its version."""
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    return _said_by([compiler, "--version"]).stdout
+
+
+def _said_by(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a compiler, with messages in English; their quotes of sources may be no UTF-8."""
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", env=os.environ | {"LC_ALL": "C"})
 
 
 def find_cxx() -> str:
-    """Path of the C++ compiler.
+    """Path of g++ or of the compiler in CXX.
 
     Raises:
-        BuildError: it is missing, or a GCC that is too old.
+        BuildError: it is missing, too old or another compiler, which does not know GCC's shuffles of vectors.
     """
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
@@ -97,8 +104,10 @@ def find_cxx() -> str:
         raise BuildError(f"{name} was not found; install g++ {OLDEST_GCC} or newer, or set CXX")
     first_line, _, others = version_text(path).partition("\n")
     version = re.search(r"\d+\.\d+", re.sub(r"\(.*?\)", "", first_line))
-    if "Free Software Foundation" in others and version and int(version[0].split(".")[0]) < OLDEST_GCC:
-        raise BuildError(f"g++ {version[0]} at {path} is too old; install g++ {OLDEST_GCC} or newer")
+    if "Free Software Foundation" not in others or version is None:
+        raise BuildError(f"{path} is not g++ ({first_line}); install g++ {OLDEST_GCC} or newer, or set CXX")
+    if int(version[0].split(".")[0]) < OLDEST_GCC:
+        raise BuildError(f"g++ {version[0]} at {path} is too old; install g++ {OLDEST_GCC} or newer, or set CXX")
     return path
 
 
@@ -148,7 +157,7 @@ def driver_version() -> tuple[int, int] | None:
 @functools.cache
 def native_architectures(nvcc: str) -> tuple[str, ...]:
     """Those of `CUDA_ARCHITECTURES` that nvcc supports."""
-    supported = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout.split()
+    supported = _said_by([nvcc, "--list-gpu-code"]).stdout.split()
     return tuple(architecture for architecture in CUDA_ARCHITECTURES if f"sm_{architecture}" in supported)
 
 
@@ -219,9 +228,8 @@ def sources(part: str) -> list[Path]:
 def simd_command(source: Path, output: Path, toolchain: Toolchain, instruction_set: str) -> list[str]:
     """The command that compiles a source of `cpu/simd` for one of `INSTRUCTION_SETS`."""
     architecture = INSTRUCTION_SETS[instruction_set]
-    flags = [*([f"-march={architecture}"] if architecture else []), f"-DSAN_ISA={instruction_set}", "-Wno-psabi"]
-    flags.append("-falign-loops=64")  # without it, some loops take 15% longer after unrelated changes
-    return [toolchain.cxx, *CXX_FLAGS, *flags, "-c", str(source), "-o", str(output)]
+    flags = [*([f"-march={architecture}"] if architecture else []), f"-DSAN_ISA={instruction_set}"]
+    return [toolchain.cxx, *CXX_FLAGS, *SIMD_FLAGS, *flags, "-c", str(source), "-o", str(output)]
 
 
 def include_flags() -> list[str]:
@@ -239,6 +247,8 @@ def compile_command(source: Path, output: Path, toolchain: Toolchain, shim: bool
         named = [f"-I{folder}" for folder in headers if folder.parents[1].name == "targets"]
         return [
             toolchain.nvcc,
+            "-ccbin",
+            toolchain.cxx,
             *NVCC_FLAGS,
             "-DUSE_CUDA",
             *gpu_flags(toolchain.nvcc),
@@ -265,7 +275,7 @@ def link_command(objects: list[Path], output: Path, toolchain: Toolchain) -> lis
 
 def run(command: list[str]) -> None:
     """Runs a compiler; what it printed becomes the error."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = _said_by(command)
     if done.returncode != 0:
         raise BuildError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
@@ -296,7 +306,7 @@ def build(part: str, output: Path, toolchain: Toolchain) -> None:
         run_all(commands)
         run(link_command(objects, partial, toolchain))
     except BuildError as error:
-        log.write_text(str(error))
+        log.write_text(str(error), errors="replace")
         raise failure(log) from None
     finally:
         shutil.rmtree(objects_dir)
@@ -318,14 +328,21 @@ def digest() -> str:
     state = hashlib.sha256()
     for path in sorted(p for p in SOURCE_DIR.rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
         state.update(path.relative_to(SOURCE_DIR).as_posix().encode() + path.read_bytes())
-    flags = CXX_FLAGS, INSTRUCTION_SETS, NVCC_FLAGS, CUDA_ARCHITECTURES, TORCH_TARGET
+    flags = CXX_FLAGS, SIMD_FLAGS, INSTRUCTION_SETS, NVCC_FLAGS, CUDA_ARCHITECTURES, TORCH_TARGET
     state.update(repr((flags, platform.machine(), torch.__version__, torch.version.cuda)).encode())
     return state.hexdigest()[:16]
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept, each in a folder whose name changes with the sources."""
-    return Path(os.environ.get("SAN_CACHE") or Path.home() / ".cache" / "san")
+    """Where compiled kernels are kept, each in a folder whose name changes with the sources.
+
+    Raises:
+        BuildError: the user has no home folder, and SAN_CACHE is not set.
+    """
+    try:
+        return Path(os.environ.get("SAN_CACHE") or Path.home() / ".cache" / "san")
+    except RuntimeError:
+        raise BuildError("this user has no home folder; set SAN_CACHE to a writable folder") from None
 
 
 def libraries(retry: bool = False) -> dict[str, Path | BuildError]:
@@ -333,16 +350,16 @@ def libraries(retry: bool = False) -> dict[str, Path | BuildError]:
 
     A build that failed is only repeated with `retry`, because it can take minutes.
     """
-    folder = cache_folder() / f"ext-{digest()}"
-    built: dict[str, Path | BuildError] = {}
-    wanted: dict[str, tuple[Path, Toolchain]] = {}
     refusal = cuda_refusal()
-    for part in PARTS:
-        if part == "cuda" and refusal is not None:
-            continue
-        if (prebuilt := PREBUILT / f"{part}.so").exists():
-            built[part] = prebuilt
-            continue
+    parts = [part for part in PARTS if part != "cuda" or refusal is None]
+    built: dict[str, Path | BuildError] = {"cuda": BuildError(refusal)} if refusal is not None else {}
+    built |= {part: library for part in parts if (library := PREBUILT / f"{part}.so").exists()}
+    try:
+        folder = cache_folder() / f"ext-{digest()}"
+    except BuildError as error:
+        return dict.fromkeys(parts, error) | built
+    wanted: dict[str, tuple[Path, Toolchain]] = {}
+    for part in (part for part in parts if part not in built):
         try:
             toolchain = Toolchain.find(cuda=part == "cuda")
             library = folder / f"{part}-{toolchain.name()}.so"
@@ -356,11 +373,11 @@ def libraries(retry: bool = False) -> dict[str, Path | BuildError]:
             built[part] = BuildError(f"cannot read {folder} ({error}); set SAN_CACHE to a writable folder")
     if wanted:
         built |= _build_once(folder, wanted, retry)
-    for part, found in built.items():
-        if isinstance(found, BuildError):
+    for part in parts:
+        if isinstance(built[part], BuildError):
             with contextlib.suppress(OSError, ValueError):  # the folder cannot be read, or has no other
                 built[part] = max(folder.glob(f"{part}-*.so"), key=lambda path: path.stat().st_mtime)
-    return built if refusal is None else built | {"cuda": BuildError(refusal)}
+    return built
 
 
 def _build_once(folder: Path, wanted: dict[str, tuple[Path, Toolchain]], retry: bool) -> dict[str, Path | BuildError]:

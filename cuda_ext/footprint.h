@@ -5,8 +5,8 @@
 
 #if defined(__CUDACC__)
 #define SAN_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define SAN_HOST_DEVICE inline
+#else  // always inlined, because simd/ has sources for several instruction sets
+#define SAN_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
 namespace san {

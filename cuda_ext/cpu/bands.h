@@ -184,7 +184,7 @@ const Kernels& choose(const Kernels& baseline, const Kernels& v3, const Kernels&
   const std::string name = wish == nullptr ? "" : wish;
   STD_TORCH_CHECK(name.empty() || name == "baseline" || name == "v3" || name == "v4",
                   "SAN_CPU must be baseline, v3 or v4, not ", name);
-  const bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
   const bool has_v4 = has_v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (has_v4 && (name.empty() || name == "v4")) return v4;

@@ -2,7 +2,7 @@
 #pragma once
 
 // The compiler emits each marked function for these instruction sets and picks one when the library is loaded.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__)
 #if __GNUC__ < 12  // does not know the levels here
 #define SAN_VECTOR __attribute__((target_clones("avx512f", "avx2", "default")))
 #else

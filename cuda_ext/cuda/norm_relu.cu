@@ -207,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& x, const std::optional<
   check_norm_relu(x, {&weight, &bias});
   STD_TORCH_CHECK(mean.has_value() == var.has_value(), "give both mean and var, or neither");
   if (mean && var) check_norm_relu(x, {&*mean, &*var});
-  const OperatorGuard guard("norm_relu", x);
+  const OperatorGuard guard(residual ? "norm_add_relu" : "norm_relu", x);
   const Tensor map = torch::stable::contiguous(x);
   const std::optional<Tensor> identity = contiguous(residual);
   const int64_t C = map.size(3), pixels = map.numel() / C;
@@ -241,7 +241,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad, const Tensor& x,
                                             const Tensor& bias, const Tensor& mean, const Tensor& var, double eps,
                                             bool of_batch, const std::optional<Tensor>& y,
                                             const std::optional<Tensor>& masked, const std::optional<Tensor>& added) {
-  const OperatorGuard guard("norm_relu_backward", x);
+  const OperatorGuard guard(kMasks ? "norm_add_relu_backward" : "norm_relu_backward", x);
   const Tensor map = torch::stable::contiguous(x), grad_y = torch::stable::contiguous(grad);
   const std::optional<Tensor> results = contiguous(y), others = contiguous(added);
   const int64_t C = map.size(3), pixels = map.numel() / C;

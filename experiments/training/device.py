@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,7 +84,11 @@ def gpu_problem() -> str:
 def _is_out_of_memory(error: Exception) -> bool:
     """Whether torch or DALI ran out of memory, on a GPU or a CPU."""
     texts = ("defaultcpuallocator", "out of memory", "cudaerrormemoryallocation", "alloc_failed")
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(text in str(error).lower() for text in texts)
+    # In a kernel, torch's stable ABI has no other text for it.
+    in_kernels = r'"aten::(new_empty|new_zeros|empty_like|contiguous)".*api call failed'
+    said = str(error).lower()
+    is_memory = any(text in said for text in texts) or re.search(in_kernels, said) is not None
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or is_memory
 
 
 @contextmanager

@@ -78,9 +78,11 @@ def test_reason_for_missing_cuda_kernels(
 
 @pytest.mark.parametrize(
     ("version", "word"),
-    [(GCC.format("8.5.0"), "8.5"), (GCC.format("11.1.0"), None), ("clang version 10.0.0-4ubuntu1", None)],
+    [(GCC.format("8.5.0"), "8.5"), (GCC.format("11.1.0"), None), ("clang version 18.1.3", "not g.. .clang version 18")],
 )
-def test_rejects_an_old_or_missing_gcc(version: str, word: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rejects_an_old_or_missing_gcc_and_other_compilers(
+    version: str, word: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = str(compiler(tmp_path / "g++", version))
     monkeypatch.setenv("CXX", path)
     if word is None:
@@ -123,7 +125,8 @@ def test_compiles_for_gpus_of_nvcc_and_driver(
     monkeypatch.setattr(build, "driver_version", lambda: driver)
     nvcc = compiler(tmp_path / "cuda" / "bin" / "nvcc", NVCC.format("13.1"), gpus="sm_75 sm_80 sm_90 sm_100 sm_110")
     monkeypatch.setenv("CUDA_HOME", str(nvcc.parents[1]))
-    command = build.compile_command(build.sources("cuda")[0], tmp_path / "out", build.Toolchain("g++", str(nvcc)))
+    command = build.compile_command(build.sources("cuda")[0], tmp_path / "out", build.Toolchain("g++-12", str(nvcc)))
+    assert command[command.index("-ccbin") + 1] == "g++-12"
     assert [word.split(",code=")[1] for word in command if word.startswith("-gencode")] == codes
     assert (missing_on([(9, 0), (11, 0)], monkeypatch) is None) == ("compute_80" in codes)
 
@@ -173,7 +176,7 @@ def test_uses_the_newest_cached_library_without_a_compiler(
 def test_failed_build_disables_one_part_only(
     cache: Path, no_nvcc: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fails = "echo '#include warning' >&2; echo 'relation.cu(7): error: no such type' >&2; exit 1"
+    fails = "printf '#include warning \\351\\n' >&2; echo 'relation.cu(7): error: no such type' >&2; exit 1"
     nvcc = compiler(tmp_path / "cuda" / "bin" / "nvcc", NVCC.format("12.0"), fails)
     monkeypatch.setenv("CUDA_HOME", str(nvcc.parents[1]))
     found = build.libraries()
@@ -198,6 +201,20 @@ def test_error_for_a_cache_without_write_access(cache: Path, monkeypatch: pytest
         monkeypatch.setenv("SAN_CACHE", folder)
         reason = str(build.libraries()["cpu"])
         assert folder in reason and "SAN_CACHE" in reason
+
+
+def test_error_without_a_home_folder(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Libraries of a wheel need none."""
+
+    def no_home() -> Path:
+        raise RuntimeError
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("SAN_CACHE")
+    assert "set SAN_CACHE" in str(build.libraries()["cpu"])
+    monkeypatch.setattr(build, "PREBUILT", tmp_path)
+    (tmp_path / "cpu.so").touch()
+    assert build.libraries()["cpu"] == tmp_path / "cpu.so"
 
 
 @pytest.mark.parametrize(("choice", "code"), [("auto", 0), ("1", 1), ("0", 0)])

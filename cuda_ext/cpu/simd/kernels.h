@@ -80,7 +80,7 @@ struct Patches {
   Norm<T> norm;
   const T* weight;
 
-  int64_t columns() const { return own + channels * footprint.positions(); }
+  SAN_HOST_DEVICE int64_t columns() const { return own + channels * footprint.positions(); }
 };
 
 // Gradients of one image, and sums over the pixels of a band. Functions add to all of them.

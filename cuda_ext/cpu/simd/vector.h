@@ -1,8 +1,8 @@
 // Vectors of the instruction set that a source is compiled for, and a matrix product.
 //
-// Sources in this folder are compiled for each instruction set (cuda_ext/build.py), in separate namespaces. The library
-// selects one of them when it is loaded. They use only memcpy of the standard library, and all inline functions have
-// internal linkage. Otherwise the linker could keep a copy that an older CPU cannot run.
+// Sources in this folder are compiled for each instruction set (cuda_ext/build.py), in separate namespaces, of which
+// each call uses one (`choose` in bands.h). They use only memcpy of the standard library, and all inline functions have
+// internal linkage or are always inlined. Otherwise the linker could keep a copy that an older CPU cannot run.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -94,7 +94,7 @@ SAN_INLINE V larger(V a, V b) {
   return a > b ? a : b;
 }
 
-// exp for arguments up to 88; 0 below -87.
+// exp for arguments up to 88; exp(-87) below -87.
 SAN_INLINE Vector<float> exp(Vector<float> x) {
   typedef int32_t Integers __attribute__((vector_size(SAN_VECTOR_BYTES)));
   const Vector<float> low = broadcast(-87.0f), rounder = broadcast(12582912.0f);  // 1.5 * 2^23
