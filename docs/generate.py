@@ -1,7 +1,7 @@
 """Writes the generated parts of the reference: `python -m docs.generate`. With `--check`, only compares.
 
 Only the part between the markers is generated: in `cli.md` from the commands, in `config.md` from the pydantic classes, the
-model records and the docstrings of their fields.
+model records and the docstrings of their fields, in `pretrained.md` from the cards of the networks.
 """
 
 from __future__ import annotations

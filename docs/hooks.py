@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, page: Any, **kwargs: object) -> str:
 
 
 def formula(source: str, language: str, css_class: str, *args: object, **kwargs: object) -> str:
-    """Returns a TeX formula as an inline SVG in the colour of the text."""
+    """Returns a TeX formula as an inline SVG in the color of the text."""
     tex = " ".join(source.split())
     settings: Any = {"svg.fonttype": "path", "svg.hashsalt": "san", "mathtext.fontset": "stix"}
     drawn = io.StringIO()

@@ -28,7 +28,7 @@ def as_markdown(path: Path) -> str:
 def _outputs(source: str, names: dict[str, Any]) -> list[str]:
     """Runs a cell. Returns what it prints, the value of its last expression, and its figures, like Jupyter."""
     tree, value, printed = ast.parse(source), None, io.StringIO()
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     with redirect_stdout(printed):
         exec(compile(tree, "<notebook>", "exec"), names)
         if isinstance(last, ast.Expr):

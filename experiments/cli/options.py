@@ -73,7 +73,7 @@ OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 _SEEDS = click.option(
     "--seeds", type=click.IntRange(1, 1000), metavar="N", help="Use seeds 0 to N-1 instead of the grid's seeds."
 )
-ONLY = click.option("--only", multiple=True, metavar="ROW", help="Train only this row; can be given several times.")
+ONLY = click.option("--only", multiple=True, metavar="ROW", help="Only this row; can be given several times.")
 _IMPORT = functools.partial(
     click.option,
     "--import",

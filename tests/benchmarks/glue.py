@@ -9,6 +9,7 @@ that of stage 2 of SAN10 with four channels-last float32 maps, on meta tensors w
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from typing import Any
 
@@ -79,6 +80,7 @@ def step(layer: torch.nn.Module, x: Tensor, grad: Tensor) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows = []
     for kind in KINDS:
         for training in (True, False):

@@ -8,6 +8,7 @@ is left out. Neighboring samples are correlated, so the interval is computed fro
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,7 @@ def logging(folder: Path) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         memory(Path(scratch) / "runs")
         logging(Path(scratch))

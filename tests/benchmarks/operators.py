@@ -4,7 +4,8 @@
 
 Networks are those of `tests.benchmarks.versions`, with two images of 224x224 or 64 smaller ones. Each round runs a step, and
 then another one in which every operator is timed. The table shows the fastest timed step. *step* is the fastest other step, and
-*rest* is the difference: Python, autograd and dispatch.
+*rest* is the difference: Python, autograd and dispatch. The networks are measured one after the other; to compare their speed,
+use `tests.benchmarks.versions`.
 """
 
 from __future__ import annotations

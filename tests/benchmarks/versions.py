@@ -1,32 +1,33 @@
-"""Compares training steps and evaluations of whole networks on the CPU: two checkouts of this project, or ways to run one.
+"""Compares training steps and evaluations on the CPU: of networks with ResNet26, of two checkouts, or of ways to run one.
 
-    git worktree add ../before REVISION
-    python -m tests.benchmarks.versions --before ../before [--threads 1] [--rounds 5] [--only 224]
-    python -m tests.benchmarks.versions bfloat16 compiled
-    python -m tests.benchmarks.versions "memory kept" AVX2
-    python -m tests.benchmarks.versions reference --threads 2 --only 224
+    python -m tests.benchmarks.versions [--threads 1] [--rounds 5] [--only 224]
+    python -m tests.benchmarks.versions now bfloat16 compiled
+    python -m tests.benchmarks.versions reference now --threads 2 --only 224
+    git worktree add ../before REVISION && python -m tests.benchmarks.versions --before ../before
 
-Every round runs each variant in turn in a process of its own, so that disturbances affect all; a process reports its fastest
-step. Ratios are the first variant / another one within a round: median and range. `memory kept` has the settings of glibc that
-`san run` uses, `AVX2` also chooses the code for processors without AVX-512, `reference` runs the backend of plain PyTorch
-operators (pad, unfold, einsum) instead of kernels, `folded` evaluates a copy from `san.fold`,
-`bfloat16` trains and evaluates under autocast, and `compiled` uses torch.compile, whose first training step and first
-evaluation are listed. Inputs and gradients are random; networks at 32x32 and 48x48 halve the image three times and
-have half the width and 64 images, or one; complete ones have 4 of 224x224. `pretrained size` is that of the networks whose
-weights the package contains, with 64 images of 48x48.
+Every round runs each network and variant in turn in a process of its own, so that disturbances affect all; a process has the
+settings of malloc that `san run` uses, and reports its fastest step. *Speed* is relative to ResNet26, and the other ratios are
+the first variant / another one, both within a round: median and range. `AVX2` runs the code for processors without AVX-512,
+`reference` the backend of plain PyTorch operators (pad, unfold, einsum) instead of kernels, `folded` evaluates a copy from
+`san.fold`, `bfloat16` runs under autocast, and `compiled` uses torch.compile, whose first training step and first evaluation
+are listed. Inputs and gradients are random; networks at 32x32 and 48x48 halve the image three times and have half the width
+and 64 images, or one; complete ones have 4 of 224x224. `pretrained size` is that of the networks whose weights the package
+contains, with 64 images of 48x48.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.benchmarks.tables import spread, table
+from tests.benchmarks.tables import ratio, spread, table
 from tests.every_isa import SETTINGS
 
 ROOT = Path(__file__).parents[2]
@@ -46,11 +47,12 @@ class Variant:
 
 
 WAYS = {
-    "memory kept": Variant(environment=KEEP_MEMORY),
+    "now": Variant(),
     "folded": Variant(folded=True),
     "bfloat16": Variant(half=True),
-    "AVX2": Variant(environment=KEEP_MEMORY | SETTINGS["AVX2"]),
+    "AVX2": Variant(environment=SETTINGS["AVX2"]),
     "reference": Variant(backend="reference"),
+    "AVX2 reference": Variant(environment=SETTINGS["AVX2"], backend="reference"),
     "compiled": Variant(environment={"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}, compiled=True),
 }
 KINDS = {
@@ -116,7 +118,7 @@ def measure(variant: Variant, network: str, threads: int) -> list[tuple[float, f
         "backend": variant.backend,
     }
     code = PROGRAM.format(name=name, options=options, batch=batch, side=side, **how)
-    environment = os.environ | variant.environment
+    environment = os.environ | KEEP_MEMORY | variant.environment
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=variant.checkout, env=environment, check=True, stdout=subprocess.PIPE
     )
@@ -125,28 +127,36 @@ def measure(variant: Variant, network: str, threads: int) -> list[tuple[float, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", choices=[*WAYS, []], help="variants of this checkout; by default memory kept")
+    parser.add_argument("ways", nargs="*", choices=[*WAYS, []], help="variants of this checkout; by default now")
     parser.add_argument("--before", type=Path, help="folder of another checkout, the first variant")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="part of the networks' names")
     options = parser.parse_args()
     before = {"before": Variant(options.before)} if options.before else {}
-    variants = before | {"now": Variant()} | {name: WAYS[name] for name in options.ways or ["memory kept"]}
+    variants = before | {name: WAYS[name] for name in options.ways or ["now"]}
+    networks = [name for name in NETWORKS if options.only in name]
+    if not networks:
+        parser.error(f"--only {options.only}: part of none of {', '.join(NETWORKS)}")
+    ms: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    firsts: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for turn in range(options.rounds):
+        for network, (name, variant) in itertools.product(networks, variants.items()):
+            for mode, (fastest, first) in enumerate(measure(variant, network, options.threads)):
+                ms[network, name, mode].append(fastest)
+                firsts[network, name, mode].append(first)
+        print(f"{turn + 1} of {options.rounds} rounds", file=sys.stderr, flush=True)
     baseline, *others = variants
-    heads = ["network", *(f"{name}, ms" for name in variants), *(f"{baseline} / {name}" for name in others), "first call, s"]
+    heads = ["network", *(f"{name}, ms" for name in variants), *(f"{name}, speed" for name in variants)]
+    heads += [*(f"{baseline} / {name}" for name in others), *(["first call, s"] if "compiled" in variants else [])]
     rows = []
-    for network in (name for name in NETWORKS if options.only in name):
-        found = [
-            {v: measure(variant, network, options.threads) for v, variant in variants.items()} for _ in range(options.rounds)
-        ]
-        for mode, label in enumerate(MODES):
-            ms = {name: [one[name][mode][0] for one in found] for name in variants}
-            ratios = [[a / b for a, b in zip(ms[baseline], ms[name], strict=True)] for name in others]
-            first = min(one[[*variants][-1]][mode][1] for one in found)
-            cells = [*(spread(x) for x in ms.values()), *(spread(x, 2) for x in ratios), f"{first:.1f}"]
-            rows.append([f"{network}, {label}", *cells])
-            print("; ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
+    for network, (mode, label) in itertools.product(networks, enumerate(MODES)):
+        resnet = network.replace(network.partition(",")[0], "ResNet26")
+        cells = [spread(ms[network, name, mode]) for name in variants]
+        cells += [ratio(ms[resnet, name, mode], ms[network, name, mode], 2) if resnet in networks else "-" for name in variants]
+        cells += [ratio(ms[network, baseline, mode], ms[network, name, mode], 2) for name in others]
+        cells += [f"{min(firsts[network, 'compiled', mode]):.1f}"] if "compiled" in variants else []
+        rows.append([f"{network}, {label}", *cells])
     print(table(f"{options.threads} threads, {options.rounds} rounds", heads, rows))
 
 

@@ -51,7 +51,7 @@ from experiments.training.checkpoint import Checkpoint, Origin
 from experiments.training.engine import Engine, join_process_group, numerics
 from experiments.training.images import data_digest, open_data, transform
 from experiments.training.metrics import RunningEpoch, evaluate
-from pipelines import Dataset, Transform
+from pipelines import DataError, Dataset, Transform
 from san.nn import fold
 
 LACKING = "init", "class_weights", "patience"
@@ -290,7 +290,7 @@ def main() -> None:
     options.known.append(options.out / ("trials-robustness.csv" if options.robustness else "trials.csv"))
     try:
         trials = missing(options.grid, options)
-    except UserError as error:
+    except (UserError, DataError) as error:
         parser.exit(1, f"{error}\n")
     print(f"{len(trials)} trials are missing", flush=True)
     run(trials, options)
