@@ -137,7 +137,9 @@ def main() -> None:
     variants = before | {name: WAYS[name] for name in options.ways or ["now"]}
     networks = [name for name in NETWORKS if options.only in name]
     if not networks:
-        parser.error(f"--only {options.only}: part of none of {', '.join(NETWORKS)}")
+        parser.error(
+            f"--only {options.only}: no network has this in its name; names are KIND, SIZE of {[*KINDS]} and {[*SIZES]}"
+        )
     ms: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     firsts: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for turn in range(options.rounds):
