@@ -48,7 +48,7 @@ gallery: setup
 CLIENTS := .clients
 CLIENT_TESTS := env PYTHONPATH=$(CLIENTS) $(BIN)/python -m pytest -n 2 --dist worksteal tests/clients
 
-# The everyday tests. Two processes, because tests often wait for processes that they start. In the order of the files' names:
+# The everyday tests. Two processes, because tests often wait for processes that they start. In the order of tests/conftest.py:
 # otherwise the files with the fewest tests, which take longest, would be last.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 test: setup lint

@@ -39,7 +39,7 @@ CUDA_ARCHITECTURES = ("80", "90", "100", "120")
 # Symbols of torch 2.11, the oldest supported; a library built so loads in later releases too.
 TORCH_TARGET = "0x020b000000000000"
 CXX_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter")
-# Without the second one, some loops take 15% longer after unrelated changes.
+# Without -falign-loops, some loops take 15% longer after unrelated changes.
 SIMD_FLAGS = ("-Wno-psabi", "-falign-loops=64")
 # The sources in cpu/simd are compiled for each of these. Each call of an operator uses the best that the CPU supports.
 INSTRUCTION_SETS = (
@@ -88,7 +88,7 @@ def version_text(compiler: str) -> str:
 
 
 def _said_by(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a compiler, with messages in English; their quotes of sources may be no UTF-8."""
+    """Runs a compiler, with messages in English. Source lines that they quote may not be UTF-8."""
     return subprocess.run(command, capture_output=True, text=True, errors="replace", env=os.environ | {"LC_ALL": "C"})
 
 
@@ -245,10 +245,11 @@ def compile_command(source: Path, output: Path, toolchain: Toolchain, shim: bool
         headers = cuda_folders(toolchain.nvcc, "include", "cuda_runtime.h")[:1]
         # nvcc looks into its own include folder itself; naming /usr/include would break the C++ library's headers.
         named = [f"-I{folder}" for folder in headers if folder.parents[1].name == "targets"]
+        # Otherwise nvcc finds a g++ itself, which may be an older one that it supports.
+        host = ["-ccbin", toolchain.cxx] if "CXX" in os.environ and "NVCC_CCBIN" not in os.environ else []
         return [
             toolchain.nvcc,
-            "-ccbin",
-            toolchain.cxx,
+            *host,
             *NVCC_FLAGS,
             "-DUSE_CUDA",
             *gpu_flags(toolchain.nvcc),
@@ -306,7 +307,7 @@ def build(part: str, output: Path, toolchain: Toolchain) -> None:
         run_all(commands)
         run(link_command(objects, partial, toolchain))
     except BuildError as error:
-        log.write_text(str(error), errors="replace")
+        log.write_text(str(error), encoding="utf-8")
         raise failure(log) from None
     finally:
         shutil.rmtree(objects_dir)
@@ -316,7 +317,7 @@ def build(part: str, output: Path, toolchain: Toolchain) -> None:
 
 def failure(log: Path) -> BuildError:
     """The error of a build that left this log: the first line that is one."""
-    lines = log.read_text().splitlines()[1:]  # behind the command
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[1:]  # behind the command
     first = next(
         (line for line in lines if re.search(r"\b(error|fatal|cannot|undefined)\b", line)), "the compiler printed no error"
     )

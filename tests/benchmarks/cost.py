@@ -126,7 +126,7 @@ def main() -> None:
         cells = []
         for at, stage in enumerate(stages):
             kernel = name(stage)
-            loop = None if "Stage5" in kernel else loops[source][kernel]  # whose layers run one by one
+            loop = None if "Stage5" in kernel else loops[source][kernel]  # which runs its layers one by one
             ms = 1000 * loop.instructions * work(stage) / INSTRUCTIONS_PER_SECOND if loop else 0
             sums[label.split(",")[0]][at] += ms
             cells.append(f"{loop.instructions}; {ms:.3f}" if loop else "-")

@@ -137,9 +137,7 @@ def main() -> None:
     variants = before | {name: WAYS[name] for name in options.ways or ["now"]}
     networks = [name for name in NETWORKS if options.only in name]
     if not networks:
-        parser.error(
-            f"--only {options.only}: no network has this in its name; names are KIND, SIZE of {[*KINDS]} and {[*SIZES]}"
-        )
+        parser.error(f"no network's name contains {options.only}; kinds: {', '.join(KINDS)}; sizes: {', '.join(SIZES)}")
     ms: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     firsts: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for turn in range(options.rounds):
@@ -147,7 +145,7 @@ def main() -> None:
             for mode, (fastest, first) in enumerate(measure(variant, network, options.threads)):
                 ms[network, name, mode].append(fastest)
                 firsts[network, name, mode].append(first)
-        print(f"{turn + 1} of {options.rounds} rounds", file=sys.stderr, flush=True)
+                print(f"round {turn + 1}: {network}, {name}, {MODES[mode]}: {fastest:.1f} ms", file=sys.stderr, flush=True)
     baseline, *others = variants
     heads = ["network", *(f"{name}, ms" for name in variants), *(f"{name}, speed" for name in variants)]
     heads += [*(f"{baseline} / {name}" for name in others), *(["first call, s"] if "compiled" in variants else [])]

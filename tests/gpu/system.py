@@ -183,7 +183,7 @@ def four_trials(settings: Settings) -> Iterator[Row]:
     names = ("pairwise_7", "resnet26_3", "pairwise_3", "patchwise_7")
     rows = [f"--only={name}" for name in (names[:2] if settings.small else names)]
     speed = ["--serial"] if settings.small else ["engine.cuda_graphs=true"]
-    row: Row = {"what": "san run, four trials at once"}
+    row: Row = {"what": f"san run, {'two trials' if settings.small else 'four trials at once'}"}
     with metered(settings, row):
         grid = str(GRIDS / "footprint.yaml")
         every = {"MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "1"}

@@ -125,10 +125,24 @@ def test_compiles_for_gpus_of_nvcc_and_driver(
     monkeypatch.setattr(build, "driver_version", lambda: driver)
     nvcc = compiler(tmp_path / "cuda" / "bin" / "nvcc", NVCC.format("13.1"), gpus="sm_75 sm_80 sm_90 sm_100 sm_110")
     monkeypatch.setenv("CUDA_HOME", str(nvcc.parents[1]))
-    command = build.compile_command(build.sources("cuda")[0], tmp_path / "out", build.Toolchain("g++-12", str(nvcc)))
-    assert command[command.index("-ccbin") + 1] == "g++-12"
+    command = build.compile_command(build.sources("cuda")[0], tmp_path / "out", build.Toolchain("g++", str(nvcc)))
     assert [word.split(",code=")[1] for word in command if word.startswith("-gencode")] == codes
     assert (missing_on([(9, 0), (11, 0)], monkeypatch) is None) == ("compute_80" in codes)
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"), [(["CXX"], True), ([], False), (["CXX", "NVCC_CCBIN"], False)], ids=["CXX", "none", "nvcc's own"]
+)
+def test_nvcc_uses_the_chosen_cxx(
+    variables: list[str], named: bool, no_nvcc: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("CXX", "NVCC_CCBIN"):
+        monkeypatch.delenv(name, raising=False)
+    for name in variables:
+        monkeypatch.setenv(name, "g++-12")
+    toolchain = build.Toolchain("/usr/bin/g++-12", str(compiler(tmp_path / "cuda/bin/nvcc", NVCC.format("13.0"))))
+    command = build.compile_command(build.sources("cuda")[0], tmp_path / "out", toolchain)
+    assert (command[1:3] == ["-ccbin", "/usr/bin/g++-12"]) == named == ("-ccbin" in command)
 
 
 def test_digest_changes_with_every_source_and_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -184,9 +184,9 @@ def dirty(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return Dataset.scan(root, "train")
 
 
-def found_in(data: Dataset, workers: int = 2) -> dict[str, str]:
+def found_in(data: Dataset) -> dict[str, str]:
     """Returns the reasons of broken images by file name; also checks the count."""
-    pieces = list(check(data, workers))
+    pieces = list(check(data, workers=2))
     assert sum(count for count, _ in pieces) == len(data)
     assert not active_children()
     return {Path(data.paths[one.index]).name: one.reason for _, broken in pieces for one in broken}
@@ -256,7 +256,7 @@ def test_finds_images_that_crash_the_process(many: Dataset, monkeypatch: pytest.
     find = Dataset.source
     deadly = {20, 21}
     monkeypatch.setattr(Dataset, "source", lambda data, index: (Deadly if index in deadly else Source)(*find(data, index)))
-    found = found_in(many, workers=1)  # fewer processes end with one that crashes
+    found = found_in(many)
     assert found.pop("399.jpg").startswith("damaged")
     assert found.keys() == {"020.jpg", "021.jpg"} and all("crashes" in reason for reason in found.values())
 
