@@ -106,19 +106,19 @@ print(json.dumps(result))
 """
 
 
-def measure(variant: Variant, network: str, threads: int) -> list[tuple[float, float]]:
+def measure(variant: Variant, network: str, options: argparse.Namespace) -> list[tuple[float, float]]:
     """Returns, for training and evaluation, the milliseconds of the fastest step and the seconds of the first one."""
-    name, options, batch, side = NETWORKS[network]
+    name, fields, batch, side = NETWORKS[network]
     how = {
-        "threads": threads,
+        "threads": options.threads,
         "steps": 5 if side > 100 else 20 if batch > 1 else 200,
         "half": variant.half,
         "compiled": variant.compiled,
         "folded": variant.folded,
         "backend": variant.backend,
     }
-    code = PROGRAM.format(name=name, options=options, batch=batch, side=side, **how)
-    environment = os.environ | KEEP_MEMORY | variant.environment
+    code = PROGRAM.format(name=name, options=fields, batch=batch, side=side, **how)
+    environment = os.environ | ({} if options.default_malloc else KEEP_MEMORY) | variant.environment
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=variant.checkout, env=environment, check=True, stdout=subprocess.PIPE
     )
@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="folder of another checkout, the first variant")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--default-malloc", action="store_true", help="without the settings of `san run`")
     parser.add_argument("--only", default="", help="part of the networks' names")
     options = parser.parse_args()
     before = {"before": Variant(options.before)} if options.before else {}
@@ -142,7 +143,7 @@ def main() -> None:
     firsts: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for turn in range(options.rounds):
         for network, (name, variant) in itertools.product(networks, variants.items()):
-            for mode, (fastest, first) in enumerate(measure(variant, network, options.threads)):
+            for mode, (fastest, first) in enumerate(measure(variant, network, options)):
                 ms[network, name, mode].append(fastest)
                 firsts[network, name, mode].append(first)
                 print(f"round {turn + 1}: {network}, {name}, {MODES[mode]}: {fastest:.1f} ms", file=sys.stderr, flush=True)
