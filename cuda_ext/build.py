@@ -93,10 +93,10 @@ def _said_by(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def find_cxx() -> str:
-    """Path of g++ or of the compiler in CXX.
+    """Path of g++, or of the GCC that CXX names.
 
     Raises:
-        BuildError: it is missing, too old or another compiler, which does not know GCC's shuffles of vectors.
+        BuildError: it is missing, too old, or not GCC, whose vector shuffles the sources use.
     """
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
@@ -245,7 +245,7 @@ def compile_command(source: Path, output: Path, toolchain: Toolchain, shim: bool
         headers = cuda_folders(toolchain.nvcc, "include", "cuda_runtime.h")[:1]
         # nvcc looks into its own include folder itself; naming /usr/include would break the C++ library's headers.
         named = [f"-I{folder}" for folder in headers if folder.parents[1].name == "targets"]
-        # Otherwise nvcc finds a g++ itself, which may be an older one that it supports.
+        # Without CXX, nvcc chooses: g++ may be newer than it supports, and NVCC_CCBIN or its package may name an older one.
         host = ["-ccbin", toolchain.cxx] if "CXX" in os.environ and "NVCC_CCBIN" not in os.environ else []
         return [
             toolchain.nvcc,

@@ -5,7 +5,7 @@
     python -m tests.benchmarks.versions reference now --threads 2 --only 224
     git worktree add ../before REVISION && python -m tests.benchmarks.versions --before ../before
 
-Every round runs each network and variant in turn in a process of its own, so that disturbances affect all; a process has the
+Every round runs each network and variant in turn, so that disturbances affect all. Each runs in a new process, with the
 settings of malloc that `san run` uses, and reports its fastest step. *Speed* is relative to ResNet26, and the other ratios are
 the first variant / another one, both within a round: median and range. `AVX2` runs the code for processors without AVX-512,
 `reference` the backend of plain PyTorch operators (pad, unfold, einsum) instead of kernels, `folded` evaluates a copy from
@@ -127,7 +127,7 @@ def measure(variant: Variant, network: str, options: argparse.Namespace) -> list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ways", nargs="*", choices=[*WAYS, []], help="variants of this checkout; by default now")
+    parser.add_argument("ways", nargs="*", choices=[*WAYS, []], help="variants of this checkout; `now` by default")
     parser.add_argument("--before", type=Path, help="folder of another checkout, the first variant")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
