@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from cluster.errors import TOKEN_HINT, ClusterError
 from cluster.placement import Node, Resources, available_cpus
-from cluster.supervision import AtLoss, kill_descendants, nodes, supervised
+from cluster.supervision import AtLoss, kill, nodes, supervised
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -158,11 +158,11 @@ def start_ray(start: Callable[[], T]) -> T:
     """
     attempt = 1
     while True:
-        others = psutil.Process().children(recursive=True)
+        others = set(psutil.Process().children(recursive=True))
         try:
             return start()
         except Exception as error:  # Ray raises Exception itself
-            kill_descendants(others)
+            kill(set(psutil.Process().children(recursive=True)) - others)
             if attempt == _ATTEMPTS or isinstance(error, (ValueError, PermissionError)):  # another start would raise it again
                 raise ClusterError(f"Ray did not start on this machine ({_reason(error)})") from error
             attempt += 1

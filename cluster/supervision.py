@@ -60,11 +60,14 @@ def _watch(local: bool, connected: threading.Event, ended: threading.Event, at_l
     # A head of others is known by its answers alone; it takes 12 s to notice a lost raylet.
     running = psutil.process_iter(["ppid", "name"]) if local else ()
     ours = [each for each in running if each.info["ppid"] == os.getpid() and each.info["name"] in ("raylet", "gcs_server")]
+    descendants = list[psutil.Process]()
     while not ended.wait(_SECONDS_BETWEEN_CHECKS):
         message = None
         try:
-            is_alive = all(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in ours)
+            family = psutil.Process().children(recursive=True)
+            is_alive = all(_is_alive(child) for child in ours)
             if is_alive:
+                descendants = family
                 socket.create_connection((host, int(port)), timeout=_TIMEOUT).close()
                 responded_at = time.monotonic()
                 is_alive = node in {each["NodeID"] for each in nodes()}
@@ -78,7 +81,7 @@ def _watch(local: bool, connected: threading.Event, ended: threading.Event, at_l
             continue
         # `ray.shutdown` disconnects before it ends the raylet.
         if message and ray.is_initialized() and not ended.is_set():
-            _end(message, at_loss)
+            _end(message, at_loss, descendants)
 
 
 def nodes() -> list[dict[str, Any]]:
@@ -87,9 +90,13 @@ def nodes() -> list[dict[str, Any]]:
     return [node for node in described if node["Alive"]]
 
 
-def _end(message: str, at_loss: AtLoss) -> NoReturn:
-    """Ends this process and its descendants. Not with an exception, because the main thread may be blocked in Ray."""
-    kill_descendants()
+def _end(message: str, at_loss: AtLoss, descendants: Collection[psutil.Process] = ()) -> NoReturn:
+    """Ends this process and its descendants. Not with an exception, because the main thread may be blocked in Ray.
+
+    A trial's process whose raylet is gone is not a descendant any more, but writes until it notices that; `descendants` holds
+    those of before.
+    """
+    kill({*descendants, *psutil.Process().children(recursive=True)})
     last = threading.Thread(target=lambda: [act() for act in reversed(at_loss)], daemon=True)
     last.start()
     last.join(_SECONDS_AT_LOSS)
@@ -97,11 +104,18 @@ def _end(message: str, at_loss: AtLoss) -> NoReturn:
     os._exit(1 if INTERRUPTED.is_set() else os.EX_TEMPFAIL)
 
 
-def kill_descendants(others: Collection[psutil.Process] = ()) -> None:
-    """Kills all processes that this process has started, directly or not, except `others`. Workers whose raylet is gone end by
-    themselves."""
-    processes = [process for process in psutil.Process().children(recursive=True) if process not in others]
+def kill(processes: Collection[psutil.Process]) -> None:
+    """Kills processes, and waits until none of them does anything any more."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=_TIMEOUT)
+    limit = time.monotonic() + _TIMEOUT
+    while any(_is_alive(process) for process in processes) and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Not if it is only listed until its parent asks for its exit code, which in a container may be never."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
