@@ -69,16 +69,14 @@ def _watch(local: bool, connected: threading.Event, ended: threading.Event, at_l
             if is_alive:
                 descendants = family
                 socket.create_connection((host, int(port)), timeout=_TIMEOUT).close()
+                is_alive = node in {each["NodeID"] for each in _nodes_in_time()}
                 responded_at = time.monotonic()
-                is_alive = node in {each["NodeID"] for each in nodes()}
             if not is_alive:
                 died = "Ray died on this machine, perhaps because memory ran out (see `dmesg`)"
                 message = "the signal has also ended Ray" if INTERRUPTED.is_set() else died
         except OSError:
             if time.monotonic() - responded_at > _SECONDS_TO_RESPOND:
                 message = f"the Ray head at {address} does not respond, perhaps because it was killed"
-        except Exception:  # an interrupted sweep has called `ray.shutdown`
-            continue
         # `ray.shutdown` disconnects before it ends the raylet.
         if message and ray.is_initialized() and not ended.is_set():
             _end(message, at_loss, descendants)
@@ -88,6 +86,22 @@ def nodes() -> list[dict[str, Any]]:
     """The nodes of this session's cluster that are alive, as Ray describes them."""
     described: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return [node for node in described if node["Alive"]]
+
+
+def _nodes_in_time() -> list[dict[str, Any]]:
+    """Raises TimeoutError, which is an OSError, if the head does not answer: Ray would wait forever."""
+    found = list[list[dict[str, Any]]]()
+
+    def ask() -> None:
+        with suppress(Exception):  # an interrupted sweep has called `ray.shutdown`
+            found.append(nodes())
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_TIMEOUT)
+    if not found:
+        raise TimeoutError
+    return found[0]
 
 
 def _end(message: str, at_loss: AtLoss, descendants: Collection[psutil.Process] = ()) -> NoReturn:

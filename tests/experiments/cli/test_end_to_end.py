@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from experiments.config.grid import GridRequest, Trial
 from experiments.runner import execute
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import missing_measurements
+from experiments.runs.claims import StopRequest
 from experiments.runs.workspace import Workspace
 from experiments.training import trainer
 from experiments.training.trainer import run_trial
@@ -74,6 +76,7 @@ def test_grid_is_trained_with_every_real_part(start: Start, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # four commands, one after the other
 def test_grid_resumes_after_ctrl_c_without_ray_and_without_its_driver(start: Start, tmp_path: Path) -> None:
     options = ("recipe.epochs=8", "recipe.batch_size=32", "data.train_per_class=64")
     grid_run = open_grid_run(GridRequest(SMALL_GRID, "digits", options, tmp_path / "runs"))
@@ -154,7 +157,7 @@ def test_interrupted_grid_saves_its_work_and_resumes(
     """One Ctrl-C in the second trial; a second one would end it at once."""
     grid_run = open_small_grid("recipe.epochs=2", "recipe.batch_size=50", "data.train_per_class=20")
     started: list[str] = []
-    interrupt_once = iter([signal.SIGINT])
+    interrupt_once, stop = iter([signal.SIGINT]), StopRequest(grid_run.workspace.store, grid_run.full_name)
 
     def interrupted_in_the_second(workspace: Workspace, trial: Trial, report: ReportFn, **options: Any) -> None:
         started.append(trial.row)
@@ -163,6 +166,8 @@ def test_interrupted_grid_saves_its_work_and_resumes(
             report(metrics)
             if len(started) == 2 and (interrupt := next(interrupt_once, None)):
                 os.kill(os.getpid(), interrupt)
+                while not stop():  # a thread sends it
+                    time.sleep(0.01)
 
         run_trial(workspace, trial, interrupt, **options)
 

@@ -1,5 +1,6 @@
 """Whole trials; those that are killed run in separate processes."""
 
+import math
 import threading
 from collections.abc import Mapping
 from typing import TextIO
@@ -11,7 +12,7 @@ from experiments.config.grid import Trial
 from experiments.runner.grid_run import GridRun
 from experiments.runs.summary import CONFUSION, Confusion
 from experiments.runs.workspace import Workspace
-from experiments.training import trainer
+from experiments.training import reporter, trainer
 from experiments.training.checkpoint import Checkpoint, last_of
 from experiments.training.engine import Engine
 from experiments.training.metrics import Scores
@@ -193,7 +194,8 @@ def test_watchdog_follows_the_training(open_small_grid: OpenGrid, monkeypatch: p
     assert len(ended) >= 4 + 360 / 50  # steps of 50 images
 
 
-def test_results_are_logged_to_mlflow(open_small_grid: OpenGrid) -> None:
+def test_results_are_logged_to_mlflow(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reporter, "SECONDS_BETWEEN_REPORTS", math.inf)
     grid_run = open_small_grid("recipe.epochs=1", "recipe.batch_size=160", "data.train_per_class=48")
     trial, client = grid_run.trials[0], grid_run.tracker.client
     reports: list[Mapping[str, float]] = []
