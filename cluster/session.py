@@ -16,14 +16,13 @@ from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
 import ray
 import ray._private.worker
 from filelock import FileLock, Timeout
 
 from cluster.errors import TOKEN_HINT, ClusterError
 from cluster.placement import Node, Resources, available_cpus
-from cluster.supervision import AtLoss, kill, nodes, supervised
+from cluster.supervision import AtLoss, descendants, kill, nodes, supervised
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -158,11 +157,11 @@ def start_ray(start: Callable[[], T]) -> T:
     """
     attempt = 1
     while True:
-        others = set(psutil.Process().children(recursive=True))
+        others = descendants()
         try:
             return start()
         except Exception as error:  # Ray raises Exception itself
-            kill(set(psutil.Process().children(recursive=True)) - others)
+            kill(descendants() - others)
             if attempt == _ATTEMPTS or isinstance(error, (ValueError, PermissionError)):  # another start would raise it again
                 raise ClusterError(f"Ray did not start on this machine ({_reason(error)})") from error
             attempt += 1

@@ -9,15 +9,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import ray
 
 from cluster.interrupt import INTERRUPTED
 
+T = TypeVar("T")
 AtLoss = Sequence[Callable[[], object]]
 """What to do before this process ends; the last one is done first."""
 
@@ -46,7 +49,7 @@ def supervised(local: bool, at_loss: AtLoss) -> Iterator[threading.Event]:
     finally:
         ended.set()
         connected.set()
-        watch.join(_TIMEOUT + _SECONDS_AT_LOSS)  # `ray.shutdown` during `ray.nodes` would crash the process
+        watch.join(_TIMEOUT + _SECONDS_AT_LOSS)
 
 
 def _watch(local: bool, connected: threading.Event, ended: threading.Event, at_loss: AtLoss) -> None:
@@ -60,26 +63,31 @@ def _watch(local: bool, connected: threading.Event, ended: threading.Event, at_l
     # A head of others is known by its answers alone; it takes 12 s to notice a lost raylet.
     running = psutil.process_iter(["ppid", "name"]) if local else ()
     ours = [each for each in running if each.info["ppid"] == os.getpid() and each.info["name"] in ("raylet", "gcs_server")]
-    descendants = list[psutil.Process]()
+    family: Set[psutil.Process] = frozenset()
+    answer: Future[list[dict[str, Any]]] | None = None
     while not ended.wait(_SECONDS_BETWEEN_CHECKS):
         message = None
         try:
-            family = psutil.Process().children(recursive=True)
+            found = descendants()
             is_alive = all(_is_alive(child) for child in ours)
             if is_alive:
-                descendants = family
+                family = found
                 socket.create_connection((host, int(port)), timeout=_TIMEOUT).close()
-                is_alive = node in {each["NodeID"] for each in _nodes_in_time()}
-                responded_at = time.monotonic()
+                answer = answer or _ask(nodes)
+                is_alive = node in {each["NodeID"] for each in answer.result(_TIMEOUT)}
+                answer, responded_at = None, time.monotonic()
             if not is_alive:
                 died = "Ray died on this machine, perhaps because memory ran out (see `dmesg`)"
                 message = "the signal has also ended Ray" if INTERRUPTED.is_set() else died
         except OSError:
             if time.monotonic() - responded_at > _SECONDS_TO_RESPOND:
                 message = f"the Ray head at {address} does not respond, perhaps because it was killed"
+        except Exception:  # an interrupted sweep has called `ray.shutdown`
+            answer = None
         # `ray.shutdown` disconnects before it ends the raylet.
         if message and ray.is_initialized() and not ended.is_set():
-            _end(message, at_loss, descendants)
+            _end(message, at_loss, family)
+    futures.wait([answer] if answer else [], _SECONDS_AT_LOSS)  # `ray.shutdown` during `ray.nodes` would crash the process
 
 
 def nodes() -> list[dict[str, Any]]:
@@ -88,29 +96,27 @@ def nodes() -> list[dict[str, Any]]:
     return [node for node in described if node["Alive"]]
 
 
-def _nodes_in_time() -> list[dict[str, Any]]:
-    """Raises TimeoutError, which is an OSError, if the head does not answer: Ray would wait forever."""
-    found = list[list[dict[str, Any]]]()
+def _ask(question: Callable[[], T]) -> Future[T]:
+    """Asks in a thread, because Ray waits forever for a head that hangs."""
+    answer = Future[T]()
 
     def ask() -> None:
-        with suppress(Exception):  # an interrupted sweep has called `ray.shutdown`
-            found.append(nodes())
+        try:
+            answer.set_result(question())
+        except Exception as error:
+            answer.set_exception(error)
 
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_TIMEOUT)
-    if not found:
-        raise TimeoutError
-    return found[0]
+    threading.Thread(target=ask, daemon=True).start()
+    return answer
 
 
-def _end(message: str, at_loss: AtLoss, descendants: Collection[psutil.Process] = ()) -> NoReturn:
+def _end(message: str, at_loss: AtLoss, family: Set[psutil.Process] = frozenset()) -> NoReturn:
     """Ends this process and its descendants. Not with an exception, because the main thread may be blocked in Ray.
 
-    A trial's process whose raylet is gone is not a descendant any more, but writes until it notices that; `descendants` holds
-    those of before.
+    A trial's process whose raylet is gone is not a descendant any more, but writes until it notices that; `family` holds those
+    of before.
     """
-    kill({*descendants, *psutil.Process().children(recursive=True)})
+    kill(family | descendants())
     last = threading.Thread(target=lambda: [act() for act in reversed(at_loss)], daemon=True)
     last.start()
     last.join(_SECONDS_AT_LOSS)
@@ -118,7 +124,14 @@ def _end(message: str, at_loss: AtLoss, descendants: Collection[psutil.Process] 
     os._exit(1 if INTERRUPTED.is_set() else os.EX_TEMPFAIL)
 
 
-def kill(processes: Collection[psutil.Process]) -> None:
+def descendants() -> Set[psutil.Process]:
+    """The processes that this one has started, directly or not. None where a user may not look at processes of others."""
+    with suppress(psutil.AccessDenied):
+        return frozenset(psutil.Process().children(recursive=True))
+    return frozenset()
+
+
+def kill(processes: Set[psutil.Process]) -> None:
     """Kills processes, and waits until none of them does anything any more."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -51,9 +51,10 @@ def test_signal_is_known_while_the_main_thread_is_blocked() -> None:
 
 def test_trials_that_do_not_return_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupt, "SECONDS_TO_SAVE", 0.0)
+    limit = time.monotonic() + PATIENCE
     with interruptible(lambda: None), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-        while True:  # not one long sleep: a signal that arrives just before it would wait for its end
+        while time.monotonic() < limit:  # not one long sleep: a signal that arrives just before it would wait for its end
             time.sleep(0.01)
 
 

@@ -84,7 +84,10 @@ def test_driver_ends_if_the_head_of_its_cluster_does_not_answer(by: int) -> None
         with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as driver:
             assert driver.stdout is not None and driver.stdout.readline() == "joined\n"
             kill_ray("gcs_server", str(head.folder), by)
-            said, errors = driver.communicate(timeout=PATIENCE)
+            try:
+                said, errors = driver.communicate(timeout=PATIENCE)
+            finally:
+                driver.kill()
         if by == signal.SIGSTOP:  # so that it can end
             kill_ray("gcs_server", str(head.folder), signal.SIGCONT)
     assert (driver.returncode, said) == (os.EX_TEMPFAIL, "called\n"), errors

@@ -1,6 +1,6 @@
 """How much gamma contributes to the weights of a network of `start.yaml`, on the images that were held out:
 
-python -m tests.gpu.study OUT --budget 20000 --processes 1 --grid docs/results/cifar10/start.yaml --seeds 1 --checkpoints
+python -m tests.gpu.study OUT --budget 20000 --processes 1 --grid docs/results/cifar10/start.yaml --seeds 3 --checkpoints
 PYTHONPATH=. python docs/results/cifar10/gamma.py OUT/start.pt
 """
 
