@@ -113,8 +113,8 @@ def _ask(question: Callable[[], T]) -> Future[T]:
 def _end(message: str, at_loss: AtLoss, family: Set[psutil.Process] = frozenset()) -> NoReturn:
     """Ends this process and its descendants. Not with an exception, because the main thread may be blocked in Ray.
 
-    A trial's process whose raylet is gone is not a descendant any more, but writes until it notices that; `family` holds those
-    of before.
+    A trial's process whose raylet is gone is no longer a descendant, but it writes until it notices that. `family` has the
+    descendants at the last check.
     """
     kill(family | descendants())
     last = threading.Thread(target=lambda: [act() for act in reversed(at_loss)], daemon=True)
@@ -132,7 +132,7 @@ def descendants() -> Set[psutil.Process]:
 
 
 def kill(processes: Set[psutil.Process]) -> None:
-    """Kills processes, and waits until none of them does anything any more."""
+    """Kills processes and waits until they have ended."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -142,7 +142,7 @@ def kill(processes: Set[psutil.Process]) -> None:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Not if it is only listed until its parent asks for its exit code, which in a container may be never."""
+    """Whether a process runs. A zombie does not; in a container, its parent may never ask for its exit code."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
