@@ -110,10 +110,12 @@ def open_image(opened: LoadedModel, image: str, split: str | None = None) -> Dat
     split (`open_split`).
 
     Raises:
-        UserError: the number is too large.
+        UserError: the number is too large, or a split is given with a file.
         DataError: the file does not exist or is not an image, or the split cannot be used.
     """
     if os.path.isfile(image) or not image.isdecimal():
+        if split is not None:
+            raise UserError(f"--split {split}: has no effect on a file; leave it out, or give an image by its number")
         picture = Dataset.of_files([image])
         for broken in broken_images(picture, [0]):
             raise DataError(f"{image}: {broken.reason}; give another image")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from experiments.config.grid import ProtocolName
+from experiments.errors import UserError
 from experiments.evaluation.evaluate import LoadedModel, evaluation_loader
 from experiments.training.device import available_device, explain_oom
 from experiments.training.engine import numerics
@@ -188,6 +189,8 @@ class Attack:
     steps: int
 
     def __call__(self, subject: Subject) -> Numbers:
+        if subject.classes == 1:
+            raise UserError("--protocol attack: the images have only one class, so there is no wrong one; give more classes")
         pixels, device = replace(subject.transform, mean=(0.0,) * 3, std=(1.0,) * 3), next(subject.network.parameters()).device
         network = OnPixels(subject.network, subject.transform).eval().to(device)
         targets_N = targets(np.asarray(subject.labels), subject.classes, subject.seed).to(device)

@@ -107,6 +107,11 @@ def test_image_is_preprocessed_as_in_validation(files: Path) -> None:
     np.testing.assert_allclose(by_number.image_HW3, small, atol=0.02)
 
 
+def test_split_is_an_error_with_a_file(files: Path) -> None:
+    with pytest.raises(UserError, match="--split val: has no effect"):
+        open_image(opened(files, "pairwise"), str(files / "colours.png"), "val")
+
+
 def test_image_needs_no_suffix(files: Path, tmp_path: Path) -> None:
     network, expected = opened(files, "pairwise"), look_at(files, "pairwise").image_HW3
     shutil.copy(files / "colours.png", tmp_path / "colours")

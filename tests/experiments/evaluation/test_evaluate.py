@@ -187,8 +187,6 @@ def test_validation_averages_batchnorm_statistics_of_workers() -> None:
 def files(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files that cannot be evaluated, the weights of the trial, and images of 3 and of 10 classes."""
     folder = tmp_path_factory.mktemp("files")
-    torch.save(torch.zeros(3), folder / "tensor.pt")
-    torch.save({"a": 1}, folder / "no_weights.pt")
     torch.save({"engine": {}}, folder / "old.pt")
     torch.save({"layer0.0.sam.conv_p.weight": torch.zeros(2, 2, 1, 1)}, folder / "released.pt")
     (folder / "flipped_bit.pt").write_bytes(flip_a_bit(of_step(1, value=1.0).as_bytes()))
@@ -223,8 +221,6 @@ def test_rejects(trained: Trained, files: Path, tmp_path: Path, rejected: Reject
         ("{grid}", ["small.yaml", "torch.save"]),
         ("{files}/flipped_bit.pt", ["flipped_bit.pt: "]),
         ("{files}/model.safetensors", ["model.safetensors: weights alone", "config.json"]),
-        ("{files}/tensor.pt", ["tensor.pt", "Tensor"]),
-        ("{files}/no_weights.pt", ["no_weights.pt", "no state dict"]),
         ("{files}/old.pt", ["old.pt", "older version"]),
         ("{files}/registered.pt", ["unknown relation 'maximum'", "add --import FILE"]),
         ("{files}/released.pt model.path=x", ["san10_pairwise has no field path"]),
