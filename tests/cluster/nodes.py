@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 from unittest.mock import patch
 
+import psutil
 import ray
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
@@ -125,15 +125,15 @@ class Nodes:
 
     def of(self, pid: int) -> Node | None:
         """The node of a worker process, unless it is the head."""
-        return next((node for node in self.cluster.worker_nodes if _raylet(node) == _parent(pid)), None)
+        parent = psutil.Process(pid).ppid()
+        return next((node for node in self.cluster.worker_nodes if _raylet(node) == parent), None)
 
     def kill(self, node: Node) -> None:
         """Kills a node and all of its workers at once, like a power failure."""
-        raylet = _raylet(node)
-        workers = [pid for pid in _processes() if _parent(pid) == raylet]
-        for pid in (raylet, *workers):
-            with suppress(ProcessLookupError):  # a worker may notice that its raylet is gone
-                os.kill(pid, signal.SIGKILL)
+        raylet = psutil.Process(_raylet(node))
+        for process in (raylet, *raylet.children()):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.cluster.remove_node(node, allow_graceful=False)
 
     def cut_off(self, node: Node) -> None:
@@ -145,17 +145,6 @@ class Nodes:
 
 def _raylet(node: Node) -> int:
     return int(node.all_processes["raylet"][0].process.pid)
-
-
-def _processes() -> list[int]:
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # the process has ended
-        return None
 
 
 @contextmanager

@@ -15,9 +15,6 @@ from pipelines import Transform, resample
 from pipelines.resample import resample_by_torch, resampler, visible_region
 from pipelines.transform import CropParams, random_numbers, training_crops, validation_crops
 
-PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1 / 255, 1 / 255, 1 / 255)}
-"""Normalization that keeps the pixel values."""
-
 sides = st.integers(1, 30) | st.integers(1, 400)
 
 
@@ -113,17 +110,6 @@ def test_invalid_arguments_are_rejected(image: torch.Tensor, row: torch.Tensor, 
     """Users cannot cause these errors, but a bug must not read invalid memory."""
     with pytest.raises(RuntimeError, match=complaint):
         torch.ops.san.resample([image], row, torch.ones(3), torch.zeros(3), out)
-
-
-def test_result_does_not_depend_on_number_of_threads() -> None:
-    sizes = [(30 + 7 * k, 90 - 5 * k) for k in range(11)]
-    transform = Transform(size=24, resize=28, **PLAIN)
-    regions, settings_N9 = regions_of(transform, sizes, train=True)
-    found = []
-    for threads in (1, 2, 3, 16):
-        with resampler(transform, threads, max_batch=16) as squares:
-            found.append(squares.begin(regions, settings_N9)().clone())
-    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 def test_memory_is_reused_only_after_all_views_are_gone() -> None:

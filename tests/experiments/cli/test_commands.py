@@ -145,16 +145,12 @@ def test_convert_keeps_model_and_weights(run_san: San, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text, the weights of a model in both formats, and a folder of images in which a class has none."""
+    """A text, and the weights of a model in both formats."""
     folder = tmp_path_factory.mktemp("files")
     (folder / "a.txt").write_text("a text")
     model = create_model("san10_pairwise", 3, num_stages=2, width_mult=0.5)
     save_checkpoint(model, folder / "own.pth")
     save_released_checkpoint(model, folder / "released.pth")
-    for split in ("train", "val"):
-        for name in ("cat", "dog"):
-            (folder / "images" / split / name).mkdir(parents=True)
-        (folder / "images" / split / "cat" / "1.jpg").write_bytes(b"never decoded here")
     return folder
 
 
@@ -172,7 +168,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("models zzz", ["'zzz'"]),
         ("plan footprnt", ["footprnt", "did you mean `footprint`?"]),
         ("plan {grid} --only resnet26", ["--only resnet26", "did you mean `resnet26_3`?"]),
-        ("run {grid} data.source=folder data.root={files}/images", ["dog"]),
         ("run {grid} resources.workers=2 recipe.batch_size=1", ["batch"]),
         ("plan {grid} --runs {files}/a.txt", ["a.txt", "--runs"]),
         ("pln {grid}", ["Did you mean 'plan'?"]),

@@ -35,16 +35,6 @@ def test_uploaded_file_is_downloaded(store: Store, tmp_path: Path, monkeypatch: 
     assert (store.folder / "logs/a.log").read_text() == "of another node"
 
 
-def test_only_one_process_has_a_claim(store: Store) -> None:
-    assert not store.is_claimed("grid")
-    with store.claim("grid", b"first", take_over=False):
-        assert store.is_claimed("grid") and store.read("grid") == b"first"
-        with pytest.raises(FileExistsError), store.claim("grid", b"second", take_over=False):
-            pass
-        assert store.read("grid") == b"first"
-    assert not store.is_claimed("grid")
-
-
 def test_write_leaves_the_old_file_if_the_disk_is_full(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.write("a", b"old")
