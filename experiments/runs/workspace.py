@@ -114,7 +114,12 @@ def tracking_uri(store: Store) -> str:
 
 def has_runs(uri: str) -> bool:
     """Whether anything can have been tracked there: a server, or a database that exists."""
-    return not uri.startswith("sqlite:///") or Path(unquote(uri.removeprefix("sqlite:///"))).exists()
+    return (database := local_database(uri)) is None or database.exists()
+
+
+def local_database(uri: str) -> Path | None:
+    """The file of MLflow's database at an address, or None if it is a server."""
+    return Path(unquote(uri.removeprefix("sqlite:///"))) if uri.startswith("sqlite:///") else None
 
 
 def require_no_secret(uri: str) -> None:

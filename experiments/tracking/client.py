@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from mlflow.entities import Run
 from mlflow.exceptions import MlflowException
@@ -18,6 +18,7 @@ from mlflow.tracking import MlflowClient
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
+from experiments.runs.workspace import has_runs, local_database
 from experiments.tracking import TrackerError
 
 SECONDS_TO_NOTICE = 5.0
@@ -35,7 +36,24 @@ def open_client(uri: str) -> MlflowClient:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # `usable` raises a shorter message
     with usable(uri):
+        if not has_runs(uri) and "?" not in uri:
+            _create_database(uri)
         return MlflowClient(tracking_uri=uri)
+
+
+def _create_database(uri: str) -> None:
+    """Creates a database under another name first: MLflow cannot use one whose creation was interrupted, nor repair it."""
+    mark = f".{secrets.token_hex(4)}"
+    path, new = local_database(uri), local_database(uri + mark)
+    assert path is not None and new is not None, "has_runs: only the file of a local database can be missing"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        MlflowClient(tracking_uri=uri + mark)
+        with suppress(FileExistsError):  # another process was faster
+            os.link(new, path)
+    finally:
+        for file in path.parent.glob(f"{new.name}*"):  # also its journal
+            file.unlink()
 
 
 def pages(search: Callable[..., Any], *what: object) -> list[Any]:
@@ -66,7 +84,7 @@ _PLACES = (
 def follow_moved_folder(uri: str, artifacts: Path) -> None:
     """Replaces the paths of artifacts in a local database if its folder has been moved, so that MLflow finds and writes them in
     `artifacts`. MLflow has no function for this; it stores absolute paths."""
-    if Path(unquote(uri.removeprefix("sqlite:///"))) != artifacts.parent / "mlflow.db":  # a server, or a shared database
+    if local_database(uri) != artifacts.parent / "mlflow.db":  # a server, or a shared database
         return
     here = artifacts.as_uri()
     ours = (

@@ -240,3 +240,26 @@ def test_data_set_has_its_source(overrides: tuple[str, ...], name: str, source: 
     assert opened._get_source_type() == source
     if source == "local":
         assert Path(opened.load(), "train").is_dir()
+
+
+def test_interrupted_creation_leaves_no_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow could not use it, nor repair it."""
+
+    def interrupted(tracking_uri: str) -> None:
+        Path(tracking_uri.removeprefix("sqlite:///")).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client, "MlflowClient", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.open_client(f"sqlite:///{tmp_path}/runs/mlflow.db")
+    assert not list((tmp_path / "runs").iterdir())
+
+
+def test_database_of_a_faster_process_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overtaken(tracking_uri: str) -> None:
+        Path(tracking_uri.removeprefix("sqlite:///")).write_bytes(b"ours")
+        (tmp_path / "mlflow.db").write_bytes(b"theirs")
+
+    monkeypatch.setattr(client, "MlflowClient", overtaken)
+    client.open_client(f"sqlite:///{tmp_path}/mlflow.db")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"theirs"]
