@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, RUNS, FilePath, as_value, printable
+from experiments.cli.options import AS_JSON, IMPORT_NOW, OVERRIDES, RUNS, FilePath, as_value, not_empty, printable
 from experiments.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SPLIT = click.option(
     "--split",
+    callback=not_empty,
     help="Images to use: val, train, val-split or another folder in data.root.  [default: the checkpoint's validation images]",
 )
 IMAGE_PROFILE = click.option(
@@ -130,7 +131,11 @@ def evaluate(
 )
 @click.option("--top", type=click.IntRange(1), default=5, show_default=True, help="Number of classes per image.")
 @click.option(
-    "--csv", "table", type=FilePath(), metavar="FILE.csv", help="Write a table instead of lines to this file; - for stdout."
+    "--csv",
+    "table",
+    type=FilePath(suffix=".csv"),
+    metavar="FILE.csv",
+    help="Write a table instead of lines to this file; - for stdout.",
 )
 @IMAGE_PROFILE
 @RUNS
@@ -270,7 +275,9 @@ LAYER = click.option(
     help="Attention layer to draw.  [default: the last layer of the first stage with the largest footprint]",
 )
 IMAGE_SPLIT = click.option(
-    "--split", help="Split that contains image number IMAGE.  [default: the checkpoint's validation images]"
+    "--split",
+    callback=not_empty,
+    help="Split that contains image number IMAGE.  [default: the checkpoint's validation images]",
 )
 
 
@@ -323,6 +330,8 @@ def attention(
         raise UserError(f"--pixel {pixel}: not ROW,COL; give two integers, for example 12,8")
     if out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: the picture is a PNG; give a file name that ends in .png")
+    if os.path.realpath(out) == os.path.realpath(image):
+        raise UserError(f"--out {out}: would overwrite the image; choose another name")
     opened = _opened(checkpoint, overrides, profile, runs)
     chosen = None if position is None else (int(position[1]), int(position[2]))
     weights = compute_attention(opened, open_image(opened, image, split), chosen, grid or 1, layer)
@@ -342,7 +351,7 @@ def attention(
 @IMPORT_NOW
 @click.option(
     "--out",
-    type=FilePath(),
+    type=FilePath(suffix=".html"),
     default="attention.html",
     show_default=True,
     metavar="FILE.html",

@@ -35,13 +35,21 @@ def import_now(_context: click.Context, _option: click.Parameter, paths: Sequenc
 
 
 class FilePath(click.Path):
-    """A path, in which `~` is the home folder also where no shell has replaced it, as in `--csv=~/results.csv`."""
+    """A path, in which `~` is the home folder also where no shell has replaced it, as in `--csv=~/results.csv`.
 
-    def __init__(self, exists: bool = False) -> None:
+    A file to write has a `suffix`; one with another suffix is not overwritten.
+    """
+
+    def __init__(self, exists: bool = False, suffix: str = "") -> None:
         super().__init__(exists=exists, path_type=Path)
+        self.suffix = suffix
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(Path(os.path.expanduser(value)), param, ctx)
+        path = Path(os.path.expanduser(value))
+        super().convert(path, param, ctx)
+        if self.suffix and param is not None and path.is_file() and path.suffix.lower() != self.suffix:
+            raise UserError(f"{param.opts[0]} {path}: would overwrite a file without {self.suffix}; choose another name")
+        return path
 
 
 class GridFile(click.ParamType[Path]):

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,12 @@ def ui(port: int, runs: str | None) -> None:
     if uri.startswith("http"):
         click.echo(f"{uri}  (the server in MLFLOW_TRACKING_URI)")
         return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(f"--port {port}: cannot be used ({error.strerror}); give another one, or 0") from None
     follow_moved_folder(uri, workspace.artifacts)
     where = f"http://127.0.0.1:{port}" if port else "MLflow prints the address below"
     click.echo(f"{where}  (starting; press Ctrl-C to stop)")

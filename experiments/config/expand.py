@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -51,6 +51,8 @@ class Expanded:
     configs: dict[str, TrialConfig]
     full_size: dict[str, ModelConfig]
     imports: tuple[SourceFile, ...]
+    source_of: Callable[[str, Row], str]
+    """File or override that sets a key of a row, for messages."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -109,6 +111,8 @@ def read_grid(path: Path) -> dict[str, Any]:
         if not isinstance(parent, str):
             raise UserError(f"{files[-1]}: extends: must be the path of a grid, not {parent!r}; an example is comparison.yaml")
         files.append(files[-1].parent / Path(os.path.expanduser(parent)))
+        if not files[-1].is_file():
+            raise UserError(f"{files[-2]}: extends: {parent}: no such file; give a path relative to this file's folder")
         if files[-1].resolve() in (file.resolve() for file in files[:-1]):
             raise UserError(f"{files[-2]}: extends: this grid extends itself ({' -> '.join(map(str, files))})")
         content = _with_absolute_imports(files[-1], read_yaml(files[-1])) | content
@@ -142,7 +146,7 @@ def profile_path(name: str) -> Path:
     if name.endswith(".yaml"):
         path = Path(os.path.expanduser(name))
         if path.stem in known and path.resolve() != known[path.stem]:
-            raise UserError(f"{name}: the project has a profile with this name; rename the file")
+            raise UserError(f"{name}: the project has a profile with this name; give {path.stem!r}, or rename the file")
         return path
     if name not in known:
         raise UserError(f"unknown profile {name!r}; {choices('profiles', name, known)}; or give the path of a .yaml file")
@@ -168,7 +172,10 @@ def read_profile(path: Path, resolve_paths: bool = True, below: tuple[Path, ...]
     if not isinstance(extended, str):
         raise UserError(f"{path}: extends: must be the name or the path of a profile, not {extended!r}; an example is folder")
     is_file, files = extended.endswith(".yaml"), (*below, path)
-    parent = profile_path(str(path.parent / os.path.expanduser(extended)) if is_file else extended)
+    try:
+        parent = profile_path(str(path.parent / os.path.expanduser(extended)) if is_file else extended)
+    except UserError as error:
+        raise UserError(f"{path}: extends: {error}") from None
     if parent.resolve() in (file.resolve() for file in files):
         raise UserError(f"{path}: extends: this profile extends itself ({' -> '.join(map(str, (*files, parent)))})")
     return merged(read_profile(parent, resolve_paths, files), content)
@@ -235,7 +242,8 @@ def expand(request: GridRequest, tables: Collection[str], resolve_paths: bool = 
     grid = grid.model_copy(update={"rows": _multiplied(grid.rows, grid.product)})
     _raise_all(path, _repeated(grid))
     profile_file = profile_path(request.profile)
-    configs = _configs(_Layers(path, grid, profile_file, read_profile(profile_file, resolve_paths), layers, resolve_paths))
+    all_layers = _Layers(path, grid, profile_file, read_profile(profile_file, resolve_paths), layers, resolve_paths)
+    configs = _configs(all_layers)
     if grid.plot is None and grid.table is None:
         grid = grid.model_copy(update={"plot": _default_plot(grid, configs)})
     _raise_all(path, [*_plot_errors(grid.plot, configs), *_early_stopping_errors(grid, configs)])
@@ -244,7 +252,7 @@ def expand(request: GridRequest, tables: Collection[str], resolve_paths: bool = 
         row.id: ModelConfig.model_validate(merged({"name": configs[row.id].model.name}, grid.base.model, row.model, *models))
         for row in grid.rows
     }
-    return Expanded(grid, configs, full_size, sources)
+    return Expanded(grid, configs, full_size, sources, all_layers.source_of)
 
 
 def _raise_all(path: Path, errors: Iterable[str]) -> None:
@@ -346,9 +354,9 @@ class _Layers:
             is_whole_section = key in layer and not (isinstance(layer[key], dict) and key in TrialConfig.model_fields)
             if is_whole_section or _has(layer, key):
                 return f"override {text!r}"
-        if not _has(row.model_dump(), key) and not _has(self.grid.base.model_dump(), key) and _has(self.profile, key):
-            return str(self.profile_path)
-        return str(self.path)
+        is_in_grid = _has(row.model_dump(), key) or _has(self.grid.base.model_dump(), key)
+        is_in_profile = _has(self.profile, key) or not key.startswith("model")  # a missing model.name belongs in the grid
+        return str(self.profile_path if is_in_profile and not is_in_grid else self.path)
 
 
 def _has(layer: Any, key: str) -> bool:

@@ -107,7 +107,9 @@ def open_grid_run(request: GridRequest, writes: bool = True) -> GridRun:
             loaders(config, seed=0, rank=0, world=config.resources.workers)
         except UserError as error:
             which = f"row {row}: " if len(apart) > 1 else ""
-            raise UserError(f"{grid}: {which}{error}") from None
+            (asked,) = (one for one in expanded.grid.rows if one.id == row)
+            source = expanded.source_of(str(error).partition(":")[0], asked)
+            raise UserError(f"{source}: {which}{error}") from None
     digests = {init: init_digest(init, workspace) for init in {config.recipe.init for config in configs.values()}}
     trials = tuple(
         Trial(grid.stem, name, row.id, seed, config, data_digest(config.data), digests[config.recipe.init], expanded.imports)

@@ -29,6 +29,7 @@ from experiments.runs.summary import Epoch, best_of
 from experiments.runs.workspace import checkpoint_folder, has_runs, is_bucket, open_store, tracking_uri
 from experiments.training.engine import validated_weights
 from experiments.training.metrics import RunningEpoch
+from san.choice import similar
 from san.models import checkpoint as model_files
 from san.models import pretrained
 from san.models.base import BaseModel
@@ -330,7 +331,14 @@ def resolve_checkpoint(name: str, store: Store, tracked_at: str | None = None) -
             )
         asked = store.uri(checkpoint_folder(asked))
     if not is_uri(asked):
-        yield Path(os.path.expanduser(asked)), None
+        path = Path(os.path.expanduser(asked))
+        try:
+            path.stat()
+        except OSError as error:
+            near = similar(name, pretrained.included())
+            hint = f"did you mean `{near}`? Give" if near else "give"
+            raise UserError(f"{name}: {error.strerror}; {hint} {CHECKPOINT}") from None
+        yield path, None
         return
     opened = open_store(asked)
     file = ""  # the name of what the address names

@@ -102,14 +102,21 @@ def _open_split(source: str, root: Path, lists: Path | None, name: str) -> Datas
     if source == "shards":
         return Dataset.open_shards(root, name)
     try:
-        if source == "digits":
-            prepare_digits(root)
         if root.name in CIFAR and _is_missing(root):
             raise DataError(f"{root}: no such folder; write it with `san data prepare {root.name}`")
+        if source == "digits":
+            _write_missing_digits(root)
         return Dataset.open(root, name, lists)
     except OSError as error:
         where = f"{error.strerror}: {error.filename}"
         raise DataError(f"{root}: cannot read or write images ({where}); set another data.root") from None
+
+
+def _write_missing_digits(root: Path) -> None:
+    try:
+        prepare_digits(root)
+    except DataError as error:
+        raise DataError(f"data.source=digits: {error}; for your own images, use `--profile folder`") from None
 
 
 def notes_on(config: DataConfig) -> list[str]:

@@ -385,6 +385,8 @@ def _split_folder(root: Path, split: str) -> Path:
         )
     folder = root / split
     if not folder.is_dir():
+        if (root / f"{split}.index").is_file():
+            raise DataError(f"{root}: contains shards of {split}; set data.source=shards")
         hold_out = ", hold out training images with data.split=val-split data.val_split_per_class=N" if split == "val" else ""
         raise DataError(
             f"{root}: this data folder has no folder {split}/; expected {folder}/<class>/<image>; create this folder, "

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.datasets.prepared import is_prepared, unfinished_folder
+from pipelines.errors import DataError
 
 QUALITY = 95
 VALIDATION_PER_CLASS = 36
@@ -20,12 +21,14 @@ def prepare_digits(root: Path | str) -> Path:
     processes may call this at the same time.
 
     Raises:
-        DataError: the folder contains other files.
+        DataError: the folder contains other files, or images of other classes.
     """
     root = Path(root)
     if not is_prepared(root):
         with unfinished_folder(root) as folder:
             _write(folder)
+    elif (classes := {path.name for path in root.glob("train/[!.]*/")}) != set(map(str, range(10))):
+        raise DataError(f"{root}: has the classes {', '.join(sorted(classes)[:3])}, ..., not the digits; choose another folder")
     return root
 
 

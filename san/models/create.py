@@ -44,6 +44,8 @@ def create_model(
     Raises:
         ValueError: unknown name or field, numbers that do not fit together, or overrides of a pretrained model.
     """
+    if not isinstance(pretrained, bool):
+        raise ValueError(f"pretrained must be True or False, not {pretrained!r}; for a file, use load_checkpoint")
     if pretrained:
         if name not in weights.included():
             have = ", ".join(weights.included())

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from san.choice import ChoiceError, ModelError, similar
 from san.models.base import BaseModel, ModelSpec, check_count
@@ -58,6 +59,8 @@ class ModuleSpec(ModelSpec):
                 module = build().to("meta")
         if not isinstance(module, nn.Module):
             raise ModelError(f"{self.name}: its function must return a torch.nn.Module, not {type(module).__name__}")
+        if any(map(is_lazy, module.parameters())):
+            raise ModelError(f"{self.name}: its layers must know their sizes; replace layers such as nn.LazyLinear")
         return ModuleModel(self, module, num_classes, in_channels)
 
 

@@ -66,6 +66,9 @@ def register_model(name: str) -> Callable[[F], F]:
         ValueError: a network of this package has that name, or a parameter lacks a plain default or a type hint.
     """
 
+    if not isinstance(name, str):
+        raise ValueError('register_model needs the name of the model: @san.register_model("NAME")')
+
     def register(function: F) -> F:
         from san.models.pretrained import included  # imports this file
 

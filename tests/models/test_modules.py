@@ -89,6 +89,8 @@ def test_registration_rejects_our_names_and_parameters_that_cannot_be_fields() -
         san.register_model("resnet26_cifar10")(tiny)
     with pytest.raises(ValueError, match="choose another name"):
         san.register_model("timm/tiny")(tiny)
+    with pytest.raises(ValueError, match="needs the name"):
+        san.register_model(tiny)  # type: ignore[arg-type]
     for function in (lambda num_classes, in_channels, depth=1: None, lambda num_classes, in_channels, depth: None):
         with pytest.raises(ValueError, match="depth needs a type hint and a default"):
             san.register_model("other")(function)  # type: ignore[arg-type, return-value]
@@ -138,3 +140,6 @@ def test_images_and_logits_that_do_not_fit_are_explained() -> None:
         san.create_model("text")
     with pytest.raises(ValueError, match="features_only"):
         san.create_model("tiny", features_only=True)
+    san.register_model("lazy")(lambda num_classes, in_channels: nn.LazyLinear(num_classes))
+    with pytest.raises(ValueError, match="must know their sizes"):
+        VARIANTS["lazy"].check_input(8)

@@ -107,3 +107,8 @@ def test_fresh_model_has_the_structure_of_the_trained_one(name: str) -> None:
     fresh, model = san.create_model(name), san.create_model(name, pretrained=True)
     assert fresh.spec == model.spec and fresh.num_classes == 10
     assert not torch.equal(fresh(IMAGES), model(IMAGES))
+
+
+def test_pretrained_is_no_file() -> None:
+    with pytest.raises(ValueError, match="use load_checkpoint"):
+        san.create_model("resnet26_cifar10", pretrained="mine.pt")  # type: ignore[arg-type]

@@ -187,6 +187,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ui", ["no runs yet"]),
         ("report {grid} --json --format csv", ["--json", "--format csv"]),
         ("report {grid} --json --csv -", ["`--json` and `--csv -`"]),
+        ("report {grid} --csv {files}/a.txt", ["--csv", "a.txt", "overwrite"]),
+        ("attention own.pth {files}/a.png --out {files}/a.png", ["--out", "overwrite the image"]),
+        ("predict san10_patchwise {files}/a.png", ["did you mean `san10_patchwise_cifar10`?"]),
+        ("evaluate own.pth --split ''", ["--split: empty"]),
     ],
 )
 def test_rejects(command: str, words: list[str], files: Path, rejected: Rejected, tmp_path: Path) -> None:

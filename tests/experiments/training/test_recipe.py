@@ -197,5 +197,5 @@ def test_options_at_their_defaults_do_not_change_the_key() -> None:
 )
 def test_rejects_more_accumulation_steps_than_images_in_a_step(overrides: list[str], most: int, tmp_path: Path) -> None:
     """By the batch size before the images are listed, and by the smallest step of an epoch after that."""
-    with pytest.raises(UserError, match=rf"recipe.grad_accum_steps: .*{most} images"):
+    with pytest.raises(UserError, match=rf"^override 'recipe.grad_accum_steps=.*': recipe.grad_accum_steps: .*{most} images"):
         open_grid_run(GridRequest(SMALL_GRID, "digits", overrides, tmp_path))

@@ -129,10 +129,11 @@ def test_rejects_invalid_names_of_splits(tmp_path: Path, split: str) -> None:
     [
         ([], [], "no such data folder"),
         (["val/a/1.jpg"], [], "no folder train/"),
+        (["train.index"], [], "contains shards of train; set data.source=shards"),
         (["train/1.jpg"], [], "no class folders"),
         (["train/cat/1.jpg", "train/dog/notes.txt"], ["eel"], "2 class folders .*: dog, eel"),
     ],
-    ids=["no folder", "no split", "no classes", "empty classes"],
+    ids=["no folder", "no split", "shards", "no classes", "empty classes"],
 )
 def test_rejects_incomplete_folders(tmp_path: Path, files: list[str], folders: list[str], message: str) -> None:
     put(tmp_path / "images", *files)
