@@ -133,7 +133,7 @@ def evaluate(
 @click.option(
     "--csv",
     "table",
-    type=FilePath(suffix=".csv"),
+    type=FilePath(is_output=True),
     metavar="FILE.csv",
     help="Write a table instead of lines to this file; - for stdout.",
 )
@@ -351,7 +351,7 @@ def attention(
 @IMPORT_NOW
 @click.option(
     "--out",
-    type=FilePath(suffix=".html"),
+    type=FilePath(is_output=True),
     default="attention.html",
     show_default=True,
     metavar="FILE.html",

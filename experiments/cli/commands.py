@@ -162,10 +162,10 @@ def _hours(hours: TimeEstimate | None) -> str:
     show_default=True,
     help="Table format. Formats other than text print only the table.",
 )
-@click.option("--html", type=FilePath(suffix=".html"), help="Write the table, plots and curves to this HTML file.")
+@click.option("--html", type=FilePath(is_output=True), help="Write the table, plots and curves to this HTML file.")
 @click.option(
     "--csv",
-    type=FilePath(suffix=".csv"),
+    type=FilePath(is_output=True),
     help="Write one line per trial, with settings, counts and final metrics, to this CSV file. - prints only these lines.",
 )
 @AS_JSON
@@ -215,13 +215,13 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
 @ADDRESS
 @click.option(
     "--page",
-    type=FilePath(suffix=".md"),
+    type=FilePath(),
     help="Markdown page to write, with its plots in the same folder.  [default: docs/results/PROFILE/study.md]",
 )
 @click.option(
     "--results",
     "kept",
-    type=FilePath(suffix=".csv"),
+    type=FilePath(),
     help="CSV file of finished trials, which are not trained again. Robustness goes to a second file, such as "
     "trials-robustness.csv; networks that are not in it are trained again if their checkpoints are not in the store.  "
     "[default: docs/results/PROFILE/trials.csv]",

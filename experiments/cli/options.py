@@ -34,21 +34,25 @@ def import_now(_context: click.Context, _option: click.Parameter, paths: Sequenc
     import_files(paths)
 
 
+INPUTS = (".yaml", ".yml", ".pt", ".pth", ".safetensors", ".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp")
+"""Suffixes of grids, checkpoints and images. A forgotten file name makes the next argument, such as an image, the output."""
+
+
 class FilePath(click.Path):
     """A path, in which `~` is the home folder also where no shell has replaced it, as in `--csv=~/results.csv`.
 
-    A file to write has a `suffix`; one with another suffix is not overwritten.
+    With `is_output`, it is a file to write, which must not have the name of an input.
     """
 
-    def __init__(self, exists: bool = False, suffix: str = "") -> None:
+    def __init__(self, exists: bool = False, is_output: bool = False) -> None:
         super().__init__(exists=exists, path_type=Path)
-        self.suffix = suffix
+        self.is_output = is_output
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(os.path.expanduser(value))
         super().convert(path, param, ctx)
-        if self.suffix and param is not None and path.is_file() and path.suffix.lower() != self.suffix:
-            raise UserError(f"{param.opts[0]} {path}: would overwrite a file without {self.suffix}; choose another name")
+        if self.is_output and param is not None and path.suffix.lower() in INPUTS:
+            raise UserError(f"{param.opts[0]} {path}: would overwrite a grid, checkpoint or image; give another name")
         return path
 
 

@@ -198,14 +198,16 @@ class DataConfig(Strict):
     @classmethod
     def _covers_the_square(cls, resize: int, info: ValidationInfo) -> int:
         if resize < (size := info.data.get("size", resize)):
-            raise PydanticCustomError("too_small", "must be at least data.size={size} (set both)", {"size": size})
+            message = "must be at least data.size={size} (a larger size needs a larger resize)"
+            raise PydanticCustomError("too_small", message, {"size": size})
         return resize
 
     @field_validator("crop_padding")
     @classmethod
     def _is_at_most_the_square(cls, padding: int | None, info: ValidationInfo) -> int | None:
         if padding is not None and padding > (size := info.data.get("size", padding)):
-            raise PydanticCustomError("too_large", "must be at most data.size={size} (set both)", {"size": size})
+            message = "must be at most data.size={size} (a smaller size needs a smaller padding)"
+            raise PydanticCustomError("too_large", message, {"size": size})
         return padding
 
 

@@ -111,11 +111,12 @@ def read_grid(path: Path) -> dict[str, Any]:
         if not isinstance(parent, str):
             raise UserError(f"{files[-1]}: extends: must be the path of a grid, not {parent!r}; an example is comparison.yaml")
         files.append(files[-1].parent / Path(os.path.expanduser(parent)))
-        if not files[-1].is_file():
-            raise UserError(f"{files[-2]}: extends: {parent}: no such file; give a path relative to this file's folder")
         if files[-1].resolve() in (file.resolve() for file in files[:-1]):
             raise UserError(f"{files[-2]}: extends: this grid extends itself ({' -> '.join(map(str, files))})")
-        content = _with_absolute_imports(files[-1], read_yaml(files[-1])) | content
+        try:
+            content = _with_absolute_imports(files[-1], read_yaml(files[-1])) | content
+        except UserError as error:
+            raise UserError(f"{files[-2]}: extends: {error}") from None
     return content
 
 

@@ -190,7 +190,7 @@ class Attack:
 
     def __call__(self, subject: Subject) -> Numbers:
         if subject.classes == 1:
-            raise UserError("--protocol attack: the images have only one class, so there is no wrong one; give more classes")
+            raise UserError("attacks need images of two or more classes, but these have only one class")
         pixels, device = replace(subject.transform, mean=(0.0,) * 3, std=(1.0,) * 3), next(subject.network.parameters()).device
         network = OnPixels(subject.network, subject.transform).eval().to(device)
         targets_N = targets(np.asarray(subject.labels), subject.classes, subject.seed).to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import secrets
@@ -49,11 +50,11 @@ def _create_database(uri: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         MlflowClient(tracking_uri=uri + mark)
-        with suppress(FileExistsError):  # another process was faster
+        with suppress(OSError):  # another process was faster, or there are no hard links: then MLflow creates it in place
             os.link(new, path)
     finally:
-        for file in path.parent.glob(f"{new.name}*"):  # also its journal
-            file.unlink()
+        for file in path.parent.glob(f"{glob.escape(new.name)}*"):  # also its journal
+            file.unlink(missing_ok=True)
 
 
 def pages(search: Callable[..., Any], *what: object) -> list[Any]:

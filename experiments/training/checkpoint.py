@@ -331,14 +331,11 @@ def resolve_checkpoint(name: str, store: Store, tracked_at: str | None = None) -
             )
         asked = store.uri(checkpoint_folder(asked))
     if not is_uri(asked):
-        path = Path(os.path.expanduser(asked))
-        try:
-            path.stat()
-        except OSError as error:
+        if re.fullmatch(r"\w+", asked) and not os.path.lexists(asked):  # a name rather than a path
             near = similar(name, pretrained.included())
             hint = f"did you mean `{near}`? Give" if near else "give"
-            raise UserError(f"{name}: {error.strerror}; {hint} {CHECKPOINT}") from None
-        yield path, None
+            raise UserError(f"{name}: no such file or name; {hint} {CHECKPOINT}")
+        yield Path(os.path.expanduser(asked)), None
         return
     opened = open_store(asked)
     file = ""  # the name of what the address names

@@ -27,8 +27,8 @@ def prepare_digits(root: Path | str) -> Path:
     if not is_prepared(root):
         with unfinished_folder(root) as folder:
             _write(folder)
-    elif (classes := {path.name for path in root.glob("train/[!.]*/")}) != set(map(str, range(10))):
-        raise DataError(f"{root}: has the classes {', '.join(sorted(classes)[:3])}, ..., not the digits; choose another folder")
+    elif missing := [digit for digit in range(10) if not (root / "train" / str(digit)).is_dir()]:
+        raise DataError(f"{root}: these are not the digits, because there is no train/{missing[0]}; choose another folder")
     return root
 
 

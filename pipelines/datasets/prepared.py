@@ -15,7 +15,7 @@ def is_prepared(root: Path) -> bool:
     if not root.is_dir() or not any(root.iterdir()):
         return False
     if not all((root / split).is_dir() for split in ("train", "val")):
-        raise DataError(f"{root}: exists, but has no folders train and val; choose another one")
+        raise DataError(f"{root}: exists, but has no folders train and val; choose another folder")
     return True
 
 

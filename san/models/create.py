@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from fnmatch import fnmatchcase
 
 from san.models import pretrained as weights
@@ -44,7 +45,7 @@ def create_model(
     Raises:
         ValueError: unknown name or field, numbers that do not fit together, or overrides of a pretrained model.
     """
-    if not isinstance(pretrained, bool):
+    if isinstance(pretrained, str | os.PathLike):
         raise ValueError(f"pretrained must be True or False, not {pretrained!r}; for a file, use load_checkpoint")
     if pretrained:
         if name not in weights.included():

@@ -36,10 +36,14 @@ class ModuleSpec(ModelSpec):
         """Raises ModelError if the function or its model fails, or does not return logits, for images of this size."""
         try:
             with torch.device("meta"), torch.no_grad():
-                logits = self.build(2).eval()(torch.empty(1, 3, size, size))
+                model = self.build(2).eval()
+                lazy = any(map(is_lazy, (*model.parameters(), *model.buffers())))
+                logits = model(torch.empty(1, 3, size, size))
         except Exception as error:  # any: it is not our code
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             raise ModelError(f"{self.name} cannot classify images of {size} x {size} pixels ({reason})") from error
+        if lazy:
+            raise ModelError(f"{self.name}: its layers must know their sizes; replace layers such as nn.LazyLinear")
         if not isinstance(logits, Tensor) or logits.shape != (1, 2):
             shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise ModelError(f"{self.name} must return logits [N, num_classes], here [1, 2], not {shape}")
@@ -59,8 +63,6 @@ class ModuleSpec(ModelSpec):
                 module = build().to("meta")
         if not isinstance(module, nn.Module):
             raise ModelError(f"{self.name}: its function must return a torch.nn.Module, not {type(module).__name__}")
-        if any(map(is_lazy, module.parameters())):
-            raise ModelError(f"{self.name}: its layers must know their sizes; replace layers such as nn.LazyLinear")
         return ModuleModel(self, module, num_classes, in_channels)
 
 

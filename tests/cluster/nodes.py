@@ -130,10 +130,11 @@ class Nodes:
 
     def kill(self, node: Node) -> None:
         """Kills a node and all of its workers at once, like a power failure."""
-        raylet = psutil.Process(_raylet(node))
-        for process in (raylet, *raylet.children()):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        with suppress(psutil.NoSuchProcess):
+            raylet = psutil.Process(_raylet(node))
+            for process in (raylet, *raylet.children()):
+                with suppress(psutil.NoSuchProcess):  # a worker may notice that its raylet is gone
+                    process.kill()
         self.cluster.remove_node(node, allow_graceful=False)
 
     def cut_off(self, node: Node) -> None:

@@ -210,7 +210,7 @@ def test_rejects(trained: Trained, files: Path, tmp_path: Path, rejected: Reject
     runs = trained.grid_run.workspace.runs
     for arguments, words in (
         ("{empty}/none.pt", ["none.pt", "No such file"]),
-        ("ac2f", ["ac2f", "No such file"]),
+        ("ac2f", ["ac2f: no such file or name"]),
         ("0123456789ab --runs {empty}", ["0123456789ab: no such file, and no checkpoints"]),
         (f"{NO_RUN} --runs {{runs}}", [f"{NO_RUN}: MLflow"]),
         (f"{NO_RUN} --runs {{empty}}", [f"{NO_RUN}: no runs"]),

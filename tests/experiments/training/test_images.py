@@ -110,7 +110,7 @@ def test_missing_digits_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ({"root": None}, "data.root: missing"),
         ({"root": "/no/cifar10"}, "cifar10: no such folder; write it with `san data prepare cifar10`"),
-        ({"source": "digits"}, "not the digits; choose another folder; for your own images, use `--profile folder`"),
+        ({"source": "digits"}, "no train/0; choose another folder; for your own images, use `--profile folder`"),
         ({"source": "digits", "lists": "lists"}, "data.lists: "),
         ({"source": "shards"}, "no shards of 'train'"),
         ({"source": "synthetic", "train_per_class": 3}, "data.train_per_class: "),

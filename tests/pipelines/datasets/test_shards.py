@@ -173,6 +173,13 @@ def test_packing_stops_at_a_changed_image(data: Dataset, out: Path, change: Call
     assert not list(out.iterdir())
 
 
+def test_rejects_the_index_of_another_split(data: Dataset, out: Path) -> None:
+    packed(data, out)
+    (out / "train.index").rename(out / "val.index")
+    with pytest.raises(DataError, match=r"val\.index: .*train/"):
+        Dataset.open_shards(out, "val")
+
+
 def test_rejects_shards_larger_than_the_free_space(data: Dataset, out: Path) -> None:
     endless = Dataset(data.root, data.split, data.classes, data.paths, data.labels, (2**60,) * len(data))
     with pytest.raises(DataError, match=r"\d+ bytes are free"):
