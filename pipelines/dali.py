@@ -86,6 +86,8 @@ class Encoded(NamedTuple):
 
     images: Any
     """DALI's tensors."""
+    bytes_N: NDArray[np.int64]
+    """Sizes of the files."""
     sizes_N2: NDArray[np.int64]
     """(height, width) in pixels."""
     unsure_N: NDArray[np.bool_]
@@ -142,7 +144,7 @@ class Pipelines:
         others = np.flatnonzero(first_N2[:, 0] != 0xFF)
         for index in others.tolist():
             unsure_N[index] |= has_variants(first_N2[index].tobytes()) or is_animated_png(np.asarray(encoded.at(index)).data)
-        return Encoded(encoded, sizes_N2, unsure_N)
+        return Encoded(encoded, np.array(encoded.shape(), np.int64)[:, 0], sizes_N2, unsure_N)
 
     def decode(self) -> tuple[Any, ...]:
         """The outputs for the next batch."""

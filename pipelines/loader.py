@@ -149,6 +149,7 @@ class Loader:
         def batches() -> Iterator[tuple[Any, ...]]:
             for indices in parts:
                 encoded = pipelines.read()
+                self._require_unchanged(indices, encoded.bytes_N)
                 self._require_sound(indices[encoded.unsure_N])
                 crops = self._crops(number, indices, encoded.sizes_N2)
                 yield encoded.images, *(crops if on_gpu else visible_region(crops, self.transform.size))
@@ -208,6 +209,15 @@ class Loader:
         self._stream.synchronize()
         copy.record_stream(torch.cuda.current_stream(self.device))
         return copy
+
+    def _require_unchanged(self, indices: sampler.Indices, bytes_N: NDArray[np.int64]) -> None:
+        """Raises DataError for a file whose size is not the listed one, because results are stored under the list's digest."""
+        for index, size in zip(indices.tolist(), bytes_N.tolist(), strict=True):
+            listed = self.dataset.sizes[index]
+            if size != listed and listed:  # 0 in `Dataset.of_files`
+                path = self.dataset.listed_in
+                when = f"in {path}; run `san data check` again" if path else "when it was listed; run the same command again"
+                raise DataError(f"{self.dataset.name_of(index)}: the file has {size} bytes, but had {listed} {when}")
 
     def _require_sound(self, unsure: sampler.Indices) -> None:
         """Checks each of these images once; for example, decoding a region above the break of a truncated file succeeds."""

@@ -104,12 +104,15 @@ def check(root: Path, splits: tuple[str, ...], lists: Path | None, workers: int,
     \b
     Example: san data check /data/imagenet --split train --split val
     """
-    from pipelines.datasets.manifest import list_path, require_writable
+    from pipelines.datasets.manifest import list_path, require_one_line, require_writable
 
     datasets = _found(root, splits)
     for dataset in datasets:
+        if not splits:
+            datasets[0].require_same_classes(dataset)
         dataset.require_several_classes()
         if not dataset.packed:
+            require_one_line(dataset.paths)
             require_writable(list_path(lists or root, dataset.split))
     _require_disjoint([dataset for dataset in datasets if not dataset.packed])
     try:

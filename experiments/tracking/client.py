@@ -126,7 +126,9 @@ def usable(uri: str) -> Iterator[None]:
             raise TrackerError(
                 f"MLflow at {uri} does not allow {user} to do this; ask its administrator for permission to edit"
             ) from None
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        # SQLAlchemy may put a remark for programmers first.
+        lines = [line for line in str(error).splitlines() if not line.startswith("(raised as a result of")]
+        reason = (lines or [type(error).__name__])[0][:200]
         raise TrackerError(f"cannot use MLflow at {uri}: {reason}; check MLFLOW_TRACKING_URI and --runs") from None
     finally:
         notice.cancel()

@@ -76,14 +76,19 @@ def read_list(path: Path) -> tuple[tuple[str, ...], "array[int]"]:
     )
 
 
+def require_one_line(names: Iterable[str]) -> None:
+    """Raises DataError for a name that a list cannot contain."""
+    if broken := next((name for name in names if "\n" in name), None):
+        raise DataError(f"{broken!r}: contains a line break; rename this file or folder")
+
+
 def write_whole(path: Path, lines: Sequence[str]) -> None:
     """Writes a temporary file and renames it once it is on the disk.
 
     Raises:
         DataError: the name of an image contains a line break, or the file cannot be written.
     """
-    if broken := [line for line in lines if "\n" in line]:
-        raise DataError(f"{broken[0]!r}: this file name contains a line break; rename the file")
+    require_one_line(lines)
     text = "\n".join([*lines, ""])
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:

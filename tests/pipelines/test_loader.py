@@ -1,6 +1,7 @@
 """Batches: which images, pixel values, reproducibility, error messages, reused pipelines, the GPU path."""
 
 import gc
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -237,6 +238,15 @@ def test_error_names_a_broken_image(colours: Path, kind: str, reason: str) -> No
     (colours / "train/class1/13.png").write_bytes(damaged(kind))
     with pytest.raises(DataError, match=rf"train/class1/13\.png: .*{reason}.*san data check"):
         list(loader(colours, "train").epoch(0))
+
+
+def test_error_names_an_image_that_has_changed_since_it_was_listed(colours: Path) -> None:
+    """Results would be stored under the digest of the old images."""
+    one = loader(colours, "val")
+    path = one.dataset.root / one.dataset.paths[3]
+    path.write_bytes(path.read_bytes() + b"one more")
+    with pytest.raises(DataError, match=rf"{re.escape(one.dataset.paths[3])}: .* bytes, but had \d+ when it was listed"):
+        list(one.epoch(0))
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

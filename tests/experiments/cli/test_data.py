@@ -119,6 +119,14 @@ def test_rejects(images: Path, rejected: Rejected) -> None:
         assert sorted(images.rglob("*")) == before, arguments
 
 
+def test_checks_names_and_classes_before_it_decodes(images: Path, rejected: Rejected) -> None:
+    (images / "val/cat").rename(images / "val/kitten")
+    assert "has no cat" in rejected("data", "check", images)
+    (images / "train/dog").rename(images / "train/two\nlines")
+    message = rejected("data", "check", images, "--split", "train")
+    assert "two\\nlines" in message and "rename this file or folder" in message
+
+
 def test_sizes() -> None:
     sizes = {"1": 1, "3kB": 3000, "256MiB": 2**28, "2 GiB": 2**31, "1GB": 10**9}
     assert [Size().convert(text, None, None) for text in sizes] == list(sizes.values())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlflow.data
 import pytest
+from mlflow.exceptions import MlflowException
 
 from experiments.config.grid import GridRequest
 from experiments.errors import UserError
@@ -263,3 +264,9 @@ def test_database_of_a_faster_process_is_kept(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(client, "MlflowClient", overtaken)
     client.open_client(f"sqlite:///{tmp_path}/mlflow.db")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"theirs"]
+
+
+def test_message_gives_the_reason_and_not_a_remark_for_programmers() -> None:
+    said = "(raised as a result of Query-invoked autoflush; consider this)\n(sqlite3.OperationalError) database or disk is full"
+    with pytest.raises(TrackerError, match="disk is full"), client.usable("sqlite:///mlflow.db"):
+        raise MlflowException(said)
