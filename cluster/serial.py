@@ -98,7 +98,7 @@ def sweep(
 
 def described(error: Exception) -> str:
     """One line with the type of an exception and its message."""
-    return one_line("".join(traceback.format_exception_only(error)))
+    return one_line(": ".join(filter(None, (type(error).__name__, str(error)))))
 
 
 def one_line(text: str) -> str:

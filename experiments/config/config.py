@@ -156,8 +156,8 @@ class DataConfig(Strict):
     random noise, to measure compute speed without disk I/O. `digits`: the embedded dataset, written to `root` if missing."""
     root: str | None = None
     """Folder with `train/<class>/*` and `val/<class>/*`, or with shards. The number of class folders is the number of classes.
-    A relative path is resolved from the current folder; in a profile file of your own, from the file's folder. Not used with
-    synthetic images."""
+    A relative path is resolved from the current folder; in a profile file of your own, from the file's folder. Null: the digits
+    are in the project's `data/digits`. Not used with synthetic images."""
     lists: str | None = None
     """Folder of the image lists written by `san data check`, if the lists are not in `root`.
     Relative paths are resolved as for `root`."""
@@ -193,6 +193,12 @@ class DataConfig(Strict):
     """Mean of each RGB channel, subtracted from the images (pixel values from 0 to 1)."""
     std: tuple[Positive, Positive, Positive]
     """Standard deviation of each RGB channel, by which the images are divided."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the images or the shards; None if `root` is missing."""
+        root = "data/digits" if self.root is None and self.source == "digits" else self.root
+        return None if root is None else PROJECT_DIR / root
 
     @field_validator("resize")
     @classmethod

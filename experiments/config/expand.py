@@ -344,11 +344,6 @@ class _Layers:
             profile = {section: settings for section, settings in profile.items() if section != "model"}
         return merged(profile, with_absolute_paths(values, Path.cwd()) if self.resolve_paths else values)
 
-    def lacks_root(self, row: Row, source: str) -> bool:
-        """Whether `data.root` is missing, so that images would be read from the folder of the embedded dataset."""
-        is_embedded = self.profile.get("data", {}).get("source") == "digits"
-        return is_embedded and source in ("folder", "shards") and self.source_of("data.root", row) == str(self.profile_path)
-
     def source_of(self, key: str, row: Row) -> str:
         """File or override that set the value at `key`."""
         for text, layer in reversed(self.overrides):
@@ -395,9 +390,6 @@ def _configs(layers: _Layers) -> dict[str, TrialConfig]:
     for row in layers.grid.rows:
         config = configs[row.id]
         errors[row.id] = [*combination_errors(config), *fine_tuning_errors(config)]
-        if layers.lacks_root(row, config.data.source):
-            needed = "needs data.root; add the folder of your images, such as data.root=/path/to/images"
-            errors[row.id].append(("data.source", f"{config.data.source} {needed}"))
     _raise_rows(layers, errors)
     return configs
 

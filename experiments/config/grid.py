@@ -212,6 +212,7 @@ class GridRequest:
         grid = self.grid.stem if self.grid.parent == GRIDS_DIR else self.grid
         seeds = [] if self.seeds is None else ["--seeds", str(self.seeds)]
         options = [*(f"--only={row}" for row in self.only), *(f"--import={file}" for file in self.imports)]
+        options += ["--serial"] if self.serial else []
         return shlex.join(["san", "run", str(grid), "--profile", self.profile, *seeds, *self.overrides, *options])
 
     def with_runs(self, command: str) -> str:

@@ -20,7 +20,7 @@ from mlflow.entities import Dataset, DatasetInput, Experiment, InputTag, Lifecyc
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracking import MlflowClient
 
-from experiments.config.config import PROJECT_DIR, flat
+from experiments.config.config import flat
 from experiments.config.grid import Grid, Trial
 from experiments.runs.provenance import environment, git_commit, machine, versions
 from experiments.runs.summary import Epoch, best_of
@@ -323,7 +323,7 @@ class NodeMonitor(SystemMetricsMonitor):
 def dataset_inputs(trial: Trial) -> list[DatasetInput]:
     """The training and the validation images: their folder, which `mlflow.data.get_source` opens, and their digests."""
     data = trial.config.data
-    folder = None if data.source == "synthetic" or data.root is None else (PROJECT_DIR / data.root).resolve()
+    folder = None if data.source == "synthetic" or data.folder is None else data.folder.resolve()
     name = data.source if folder is None else folder.name or data.source
     kind, source = ("code", '{"tags": {}}') if folder is None else ("local", json.dumps({"uri": str(folder)}))
     return [

@@ -65,11 +65,11 @@ def _require_fitting(config: DataConfig) -> None:
 
 def _folders(config: DataConfig) -> tuple[Path, Path | None]:
     """The folder of the images and, if it is another one, the folder of their lists."""
-    if config.root is None:
+    if config.folder is None:
         raise DataError(
             f"data.root: missing; data.source={config.source} requires the folder of the images; add data.root=FOLDER"
         )
-    return PROJECT_DIR / config.root, None if config.lists is None else PROJECT_DIR / config.lists
+    return config.folder, None if config.lists is None else PROJECT_DIR / config.lists
 
 
 def open_split(config: DataConfig, name: str | None = None) -> Dataset:
@@ -133,7 +133,7 @@ def notes_on(config: DataConfig) -> list[str]:
 def without_writing(config: DataConfig) -> DataConfig:
     """The same images for a command that must not write: a missing embedded dataset is in a temporary folder, which is deleted
     at the end of the process."""
-    if config.source != "digits" or config.root is None or not _is_missing(PROJECT_DIR / config.root):
+    if config.source != "digits" or config.folder is None or not _is_missing(config.folder):
         return config
     return config.model_copy(update={"root": str(prepare_digits(Path(_temporary().name, "digits")))})
 

@@ -97,11 +97,11 @@ def test_synthetic_images_need_no_folder() -> None:
 
 
 def test_missing_digits_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.training.images.PROJECT_DIR", tmp_path)
+    monkeypatch.setattr("experiments.config.config.PROJECT_DIR", tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "other disk").mkdir()
     (tmp_path / "data/digits").symlink_to("../other disk")
-    assert len(open_data(image_data(Path("data/digits"), source="digits"))[1]) == 360
+    assert len(open_data(image_data(tmp_path, root=None, source="digits"))[1]) == 360
     assert (tmp_path / "other disk/val").exists()
 
 
