@@ -5,7 +5,6 @@ Tune itself would kill the process of a stopped trial. Instead, a trial asks whe
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,11 +56,6 @@ class SuccessiveHalving:
         return decision == TrialScheduler.STOP
 
 
-def _ask(actor: Any, key: str, scores: Sequence[float]) -> bool:
-    """As `SuccessiveHalving.should_continue`; takes a few milliseconds."""
-    return ray.get(actor.should_continue.remote(key, list(scores)))
-
-
 @contextmanager
 def on_the_head(
     first: int, reduction: int, last: int, known: Mapping[str, Sequence[float]]
@@ -70,7 +64,7 @@ def on_the_head(
     start: Any = ray.remote(SuccessiveHalving)
     actor = start.options(num_cpus=0, resources=DRIVER_RESOURCES).remote(first, reduction, last, dict(known))
     try:
-        yield partial(_ask, actor)
+        yield lambda key, scores: ray.get(actor.should_continue.remote(key, list(scores)))  # takes a few milliseconds
     finally:
         if ray.is_initialized():  # an interrupted sweep ends the session
             ray.kill(actor)

@@ -61,18 +61,28 @@ GPU_DECODER = {
 }
 
 
-def reading_pipeline(batches: Callable[[], list[Bytes]], *, packed: bool, max_batch: int) -> Any:
+class Settings(NamedTuple):
+    """The arguments of a pair of pipelines."""
+
+    transform: Transform
+    packed: bool
+    max_batch: int
+    threads: int
+    device_id: int | None
+
+
+def reading_pipeline(settings: Settings, batches: Callable[[], list[Bytes]]) -> Any:
     """A pipeline on the CPU that reads images, for `Pipelines.read`.
 
     `batches` returns the next batch, and raises StopIteration at the end of an epoch; after `reset()`, the pipeline calls it
     again. A batch contains the bytes of file names, or the encoded images if the dataset is packed.
     """
     pipeline = Pipeline(
-        batch_size=max_batch, num_threads=READERS, device_id=None, prefetch_queue_depth=READ_AHEAD, exec_dynamic=True
+        batch_size=settings.max_batch, num_threads=READERS, device_id=None, prefetch_queue_depth=READ_AHEAD, exec_dynamic=True
     )
     with pipeline:
         encoded = fn.external_source(source=batches, batch=True, dtype=types.UINT8, ndim=1)
-        if not packed:
+        if not settings.packed:
             encoded = fn.io.file.read(encoded, dont_use_mmap=True)
         # nvImageCodec 0.9.0 crashes if the decoder meets an invalid header in a batch, so this pipeline parses all headers
         # first, in validation too.
@@ -95,16 +105,6 @@ class Encoded(NamedTuple):
     other bytes follow), a format that has variants which DALI decodes wrongly, an animated PNG, or a huge image."""
 
 
-class Settings(NamedTuple):
-    """The arguments of a pair of pipelines."""
-
-    transform: Transform
-    packed: bool
-    max_batch: int
-    threads: int
-    device_id: int | None
-
-
 class Pipelines:
     """The reading and the decoding pipeline, reused in each epoch."""
 
@@ -112,12 +112,9 @@ class Pipelines:
         self.settings = settings
         # The callbacks refer to this list instead of `self`: a reference cycle would delay freeing the pipelines' memory.
         self._feeds = feeds = [_NOTHING, _NOTHING]
-        transform, packed, max_batch, threads, device_id = settings
-        self._reading = reading_pipeline(lambda: next(feeds[0]), packed=packed, max_batch=max_batch)
-        self._decoding = decoding_pipeline(
-            transform, lambda: next(feeds[1]), max_batch=max_batch, threads=threads, device_id=device_id
-        )
-        self.ahead = prefetch(transform, max_batch) + READ_AHEAD + 1
+        self._reading = reading_pipeline(settings, lambda: next(feeds[0]))
+        self._decoding = decoding_pipeline(settings, lambda: next(feeds[1]))
+        self.ahead = prefetch(settings.transform, settings.max_batch) + READ_AHEAD + 1
         """Number of batches that may have caused an error."""
 
     @contextmanager
@@ -189,9 +186,7 @@ def _single(operator: Callable[[Any], Any]) -> Any:
     return pipeline
 
 
-def decoding_pipeline(
-    transform: Transform, batches: Callable[[], tuple[Any, ...]], *, max_batch: int, threads: int, device_id: int | None
-) -> Any:
+def decoding_pipeline(settings: Settings, batches: Callable[[], tuple[Any, ...]]) -> Any:
     """A pipeline that decodes images.
 
     With a GPU's number as `device_id`, a batch is (encoded images, *CropParams), and the output is normalized squares, float32
@@ -199,14 +194,15 @@ def decoding_pipeline(
     and their settings. The pipeline calls `batches` up to `prefetch` batches ahead.
     """
     pipeline = Pipeline(
-        batch_size=max_batch,
-        num_threads=threads + 1,  # because all but one may be idle at the end of a batch
-        device_id=device_id,
-        prefetch_queue_depth=prefetch(transform, max_batch),
+        batch_size=settings.max_batch,
+        num_threads=settings.threads + 1,  # because all but one may be idle at the end of a batch
+        device_id=settings.device_id,
+        prefetch_queue_depth=prefetch(settings.transform, settings.max_batch),
         exec_dynamic=True,
     )
     with pipeline:
-        pipeline.set_outputs(*(cpu_graph(batches) if device_id is None else gpu_graph(transform, batches)))
+        on_cpu = settings.device_id is None
+        pipeline.set_outputs(*(cpu_graph(batches) if on_cpu else gpu_graph(settings.transform, batches)))
     pipeline.build()
     return pipeline
 

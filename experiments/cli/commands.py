@@ -9,6 +9,7 @@ import atexit
 import dataclasses
 import errno
 import gc
+import itertools
 import json
 import os
 import signal
@@ -41,17 +42,6 @@ if TYPE_CHECKING:
     from experiments.runner.plan import PlannedTrial, TimeEstimate
 
 
-HEADINGS = {
-    "Train": ("plan", "run", "report", "study"),
-    "Checkpoints": ("evaluate", "predict", "robustness", "attention", "attention-page", "convert"),
-    "Models": ("models", "complexity", "doctor"),
-    "Data": ("data",),
-    "Cluster": ("submit",),
-    "Runs": ("runs", "delete", "ui"),
-}
-"""The commands of the help text."""
-
-
 class _Commands(click.Group):
     """Lists its commands under headings, and after an unknown command that is like none of them."""
 
@@ -65,10 +55,10 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands))
-        for heading, names in HEADINGS.items():
+        for heading, commands in HEADINGS.items():
             with formatter.section(heading):
-                helps = {name: self.commands[name].get_short_help_str(formatter.width - 6 - width) for name in names}
-                formatter.write_dl([(f"{name:{width}s}", text) for name, text in helps.items()])
+                helps = [(each.name, each.get_short_help_str(formatter.width - 6 - width)) for each in commands]
+                formatter.write_dl([(f"{name:{width}s}", text) for name, text in helps])
 
 
 @click.group(
@@ -81,17 +71,7 @@ def cli() -> None:
     """Train and compare self-attention networks (SAN, CVPR 2020)."""
 
 
-cli.add_command(data)
-for command in (
-    *(checkpoints.convert, checkpoints.evaluate, checkpoints.predict, checkpoints.robustness),
-    *(checkpoints.attention, checkpoints.attention_page),
-    *(models.models, models.complexity, models.doctor),
-    *(runs.list_runs, runs.delete, runs.ui),
-):
-    cli.add_command(command)
-
-
-@cli.command()
+@click.command()
 @grid_options(RUNS, ONLY, TAKE_OVER, SERIAL)
 @ADDRESS
 def run(request: GridRequest, address: str | None) -> None:
@@ -108,7 +88,7 @@ def run(request: GridRequest, address: str | None) -> None:
         sys.exit(0 if run_grid(request, address) else 1)
 
 
-@cli.command()
+@click.command()
 @grid_options(RUNS, ONLY)
 @ADDRESS
 @AS_JSON
@@ -152,7 +132,7 @@ def _hours(hours: TimeEstimate | None) -> str:
     return "" if hours is None else f"  {'about ' if hours.is_rough else ''}{duration(3600 * hours.wall)}"
 
 
-@cli.command()
+@click.command()
 @grid_options(RUNS)
 @click.option(
     "--format",
@@ -208,7 +188,7 @@ def report(request: GridRequest, form: str, html: Path | None, csv: Path | None,
         sys.exit(0 if complete else 1)
 
 
-@cli.command()
+@click.command()
 @click.option("--profile", default="cifar10", show_default=True, help="Dataset and model size, as in `san run`.")
 @click.option("--seeds", type=click.IntRange(2, 1000), default=5, show_default=True, metavar="N", help="Train seeds 0 to N-1.")
 @RUNS
@@ -275,7 +255,7 @@ _CLUSTER_RUNS = click.option(
 )
 
 
-@cli.command()
+@click.command()
 @grid_options(_CLUSTER_RUNS, TAKE_OVER)
 @click.option(
     "--env",
@@ -305,6 +285,22 @@ def submit(request: GridRequest, names: tuple[str, ...], wait: bool, address: st
     from experiments.cli.submit import submit_grid
 
     submit_grid(request, names, wait, address)
+
+
+HEADINGS: dict[str, tuple[click.Command, ...]] = {
+    "Train": (plan, run, report, study),
+    "Checkpoints": (
+        *(checkpoints.evaluate, checkpoints.predict, checkpoints.robustness),
+        *(checkpoints.attention, checkpoints.attention_page, checkpoints.convert),
+    ),
+    "Models": (models.models, models.complexity, models.doctor),
+    "Data": (data,),
+    "Cluster": (submit,),
+    "Runs": (runs.list_runs, runs.delete, runs.ui),
+}
+"""The commands, in the order of the help text."""
+for _command in itertools.chain.from_iterable(HEADINGS.values()):
+    cli.add_command(_command)
 
 
 def main() -> None:

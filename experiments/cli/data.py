@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import re
 import sys
@@ -140,12 +139,11 @@ def _require_disjoint(datasets: Sequence[Dataset]) -> None:
 def _found(root: Path, splits: tuple[str, ...]) -> list[Dataset]:
     """The splits that exist as folders or as shards."""
     from pipelines import Dataset
-    from pipelines.datasets.shards import index_path
+    from pipelines.datasets.shards import has_shards
 
     datasets: list[Dataset] = []
     for split in splits or ("train", "val"):
-        # For shards without an index, `open_shards` raises a clear error.
-        packed = index_path(root, split).exists() or any(root.glob(f"{glob.escape(split)}-{'[0-9]' * 5}.tar"))
+        packed = has_shards(root, split)
         if (root / split).is_dir() or (splits and not packed):
             datasets.append(Dataset.scan(root, split))
         if packed:

@@ -200,8 +200,9 @@ def evaluate_checkpoint(
         UserError: out of GPU memory.
     """
     loader = evaluation_loader(opened, images, transform(opened.config.data), opened.batch)
+    batches, classes = after_each(loader.epoch(0), ended), len(images.classes)
     with numerics(opened.config.engine, loader.device), explain_oom(opened.config, loader.device, is_training=False):
-        loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), after_each(loader.epoch(0), ended))
+        loss, top1, top5, count, _ = evaluate(fold(opened.model).to(loader.device), batches, classes)
     return Evaluation(
         checkpoint=str(opened.path),
         model=opened.model.spec.name,
@@ -210,7 +211,7 @@ def evaluate_checkpoint(
         split=images.split,
         own_images=images.digest() in opened.data_digest.split("-") if opened.data_digest else None,
         images=count,
-        classes=len(images.classes),
+        classes=classes,
         top1=top1,
         top5=top5,
         loss=loss,

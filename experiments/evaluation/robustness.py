@@ -135,7 +135,8 @@ class Rotation:
 
     def __call__(self, subject: Subject) -> Numbers:
         turn, images = MANIPULATIONS[self.manipulation], subject.images(subject.transform)
-        scores = evaluate(subject.network, ((turn(x_NCHW).contiguous(), labels_N) for x_NCHW, labels_N in images))
+        turned = ((turn(x_NCHW).contiguous(), labels_N) for x_NCHW, labels_N in images)
+        scores = evaluate(subject.network, turned, subject.classes)
         return {"top1": scores.top1, "top5": scores.top5}
 
 

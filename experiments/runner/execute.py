@@ -23,7 +23,6 @@ from experiments.runner.plan import concurrency_in_words, images_in_words, missi
 from experiments.runner.progress import Progress, duration, trial_count
 from experiments.runs.claims import Claim, StopRequest, claim_of, claimed_trials
 from experiments.runs.store import ClaimedError, StorageError, Store, node_lock, retry
-from experiments.runs.summary import SUMMARY, read_top1
 from experiments.tracking import Result, TrackerError
 from experiments.training.device import training_device
 from experiments.training.trainer import Control, ShouldContinue, run_trial
@@ -293,9 +292,9 @@ def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterato
         return
     from cluster.halving import SuccessiveHalving, on_the_head  # imports Ray Tune
 
-    before = [trial for trial in grid_run.trials if is_done(grid_run, results, trial)]
-    workspace = grid_run.workspace
-    known = {trial.key: read_top1(workspace.store.read(f"{workspace.folder(trial)}/{SUMMARY}")) for trial in before}
+    before = {trial.key: results[trial.key].run_id for trial in grid_run.trials if is_done(grid_run, results, trial)}
+    history = grid_run.tracker.history
+    known = {key: [top1 for _, top1 in history(run_id, "val/top1")] for key, run_id in before.items()}
     settings = stopping.grace_epochs, stopping.reduction, grid_run.trials[0].config.recipe.epochs, known
     with (
         nullcontext(SuccessiveHalving(*settings).should_continue)

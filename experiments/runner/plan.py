@@ -48,25 +48,23 @@ def plan(grid_run: GridRun) -> list[PlannedTrial]:
     alike: defaultdict[str, list[Trial]] = defaultdict(list)
     for trial in grid_run.selected:
         alike[trial.key].append(trial)
-    planned: list[PlannedTrial] = []
-
-    def add(
-        trial: Trial, finished: bool, stopped_at: int | None, hours: TimeEstimate | None, equal_to: str | None = None
-    ) -> None:
-        data = trial.config.data
-        counts = count(trial.config.model.spec(), data.size, len(open_data(data)[0].classes))
-        size = counts.params, counts.flops_paper
-        planned.append(PlannedTrial(trial.row, trial.seed, trial.key, finished, stopped_at, hours, *size, equal_to))
-
-    for trial in done:
-        add(trial, results[trial.key].finished, results[trial.key].stopped_at, None)
+    planned = [_planned(trial, results[trial.key]) for trial in done]
     missing = to_train(grid_run, results)
     check_init(grid_run, (trial for trial, _ in missing))
     for first, hours in missing:
-        add(first, False, None, hours)
-        for trial in alike[first.key][1:]:  # trained once
-            add(trial, False, None, None, first.name)
+        planned.append(_planned(first, hours=hours))
+        planned += [_planned(trial, equal_to=first.name) for trial in alike[first.key][1:]]  # trained once
     return planned
+
+
+def _planned(
+    trial: Trial, done: Result | None = None, hours: TimeEstimate | None = None, equal_to: str | None = None
+) -> PlannedTrial:
+    data = trial.config.data
+    finished, stopped_at = (False, None) if done is None else (done.finished, done.stopped_at)
+    counts = count(trial.config.model.spec(), data.size, len(open_data(data)[0].classes))
+    size = counts.params, counts.flops_paper
+    return PlannedTrial(trial.row, trial.seed, trial.key, finished, stopped_at, hours, *size, equal_to)
 
 
 def to_train(grid_run: GridRun, results: Mapping[str, Result]) -> list[tuple[Trial, TimeEstimate]]:

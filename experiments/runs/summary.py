@@ -79,15 +79,6 @@ def summary_csv(history: Sequence[Epoch]) -> bytes:
     return text.getvalue().encode()
 
 
-def read_top1(content: bytes | None) -> list[float]:
-    """Top-1 of each epoch in percent; empty if the file is missing or was edited."""
-    try:
-        rows = csv.DictReader(io.StringIO((content or b"").decode(errors="replace"), newline=""))
-        return [float(row["top1"]) for row in rows]
-    except (KeyError, TypeError, ValueError):
-        return []
-
-
 CONFUSION = "confusion.csv"
 """Name of the file with the confusion matrix of a trial, beside its checkpoints."""
 

@@ -24,7 +24,7 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_VERSIONS
 from experiments.config.grid import Trial
 from experiments.runs.summary import Epoch
 from experiments.tracking.client import pages
-from experiments.tracking.tracker import dataset_inputs
+from experiments.tracking.tracker import dataset_inputs, trial_tags
 from san import pyfunc, save_checkpoint
 from san.models.base import BaseModel
 
@@ -136,12 +136,8 @@ def _schema(*shape: int) -> Schema:
 def _tags(best: TrainedModel) -> dict[str, str]:
     trial, epoch = best.trial, best.epoch
     return {
-        "san.trial": trial.key,
-        "san.grid": trial.grid,
-        "san.profile": trial.profile,
-        "san.row": trial.row,
+        **trial_tags(trial),
         "san.seed": str(trial.seed),
-        "san.data_digest": trial.data_digest,
         "san.epoch": str(epoch.epoch + 1),
         "san.top1": str(epoch.top1),
         "san.top5": str(epoch.top5),

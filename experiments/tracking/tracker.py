@@ -28,10 +28,6 @@ from experiments.tracking import Result, TrackerError
 from experiments.tracking.client import ended_or_begun, follow_moved_folder, open_client, pages, usable
 from san import Complexity
 
-BATCH = 100
-"""MLflow's maximum number of parameters or tags per request."""
-EPOCHS = 50
-"""Epochs per request; MLflow allows 1000 metrics."""
 TRIALS = "tags.`san.role` = 'trial'"
 """Selects the runs of trials."""
 
@@ -117,11 +113,7 @@ class Tracker:
                 "mlflow.runName": trial.name,
                 "mlflow.parentRunId": parent.info.run_id,
                 "san.role": "trial",
-                "san.trial": trial.key,
-                "san.grid": trial.grid,
-                "san.profile": trial.profile,
-                "san.row": trial.row,
-                "san.data_digest": trial.data_digest,
+                **trial_tags(trial),
                 "san.workers": workers,
                 "san.git_commit": commit,
                 "mlflow.source.name": f"san run {trial.grid}",
@@ -231,8 +223,7 @@ class TrialRun:
         values = flat(trial.record) | {"recipe.lr_used": trial.config.recipe.lr_used, "seed": trial.seed}
         # A killed worker may have logged some parameters, and MLflow rejects changed values, such as the number of workers.
         params = [Param(key, str(value)) for key, value in values.items() if key not in run.data.params]
-        for first in range(0, len(params), BATCH):
-            self.client.log_batch(self.run_id, params=params[first : first + BATCH])
+        self.client.log_batch(self.run_id, params=params)
         self.client.log_inputs(self.run_id, dataset_inputs(trial))
         self.client.log_text(self.run_id, yaml.safe_dump(trial.record, sort_keys=False), "config.yaml")
         self.client.log_text(self.run_id, environment(), "environment.txt")
@@ -255,13 +246,13 @@ class TrialRun:
         if logged is None:
             logged = {metric.step for metric in self.client.get_metric_history(self.run_id, "epoch")}
         missing = [epoch for epoch in history if epoch.epoch not in logged]
-        for first in range(0, len(missing), EPOCHS):
-            metrics = [
-                Metric(key, value, epoch.ended, epoch.epoch)
-                for epoch in missing[first : first + EPOCHS]
-                for key, value in (epoch.metrics() | {"epoch": epoch.epoch + 1}).items()
-            ]
-            self.client.log_batch(self.run_id, metrics=metrics)
+        metrics = [
+            Metric(key, value, epoch.ended, epoch.epoch)
+            for epoch in missing
+            # "epoch" is the last, because it tells that the others are there: MLflow sends many metrics in several requests.
+            for key, value in (epoch.metrics() | {"epoch": epoch.epoch + 1}).items()
+        ]
+        self.client.log_batch(self.run_id, metrics=metrics)
         return logged | {epoch.epoch for epoch in missing}
 
     def summarise(self, history: Sequence[Epoch], images: int) -> None:
@@ -318,6 +309,17 @@ class NodeMonitor(SystemMetricsMonitor):
     @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive()
+
+
+def trial_tags(trial: Trial) -> dict[str, str]:
+    """By which runs and registered models are found."""
+    return {
+        "san.trial": trial.key,
+        "san.grid": trial.grid,
+        "san.profile": trial.profile,
+        "san.row": trial.row,
+        "san.data_digest": trial.data_digest,
+    }
 
 
 def dataset_inputs(trial: Trial) -> list[DatasetInput]:

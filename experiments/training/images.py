@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import platform
 import tempfile
@@ -161,7 +162,18 @@ def loaders(config: TrialConfig, seed: int, rank: int, world: int, device: torch
         UserError: a step has fewer images than `recipe.grad_accum_steps`.
     """
     train, val = (
-        _loader(config, dataset, is_train, seed, rank, world, device)
+        Loader(
+            dataset,
+            transform(config.data),
+            train=is_train,
+            # Larger batches than in training may not fit into the GPU, not even without gradients.
+            batch_size=config.recipe.batch_size if is_train else config.recipe.images_at_once(),
+            rank=rank,
+            world_size=world,
+            seed=seed,
+            threads=decoding_threads(config.resources.cpus),
+            device=device,
+        )
         for dataset, is_train in zip(_broadcast_data(config.data, rank, world, device), (True, False), strict=True)
     )
     if config.recipe.batch_size > len(train.dataset):
@@ -196,32 +208,6 @@ def _broadcast_data(config: DataConfig, rank: int, world: int, device: torch.dev
     return opened[0]
 
 
-def _loader(
-    config: TrialConfig, dataset: Dataset, train: bool, seed: int, rank: int, world: int, device: torch.device
-) -> Loader:
-    return Loader(
-        dataset,
-        transform(config.data),
-        train=train,
-        # Larger batches than in training may not fit into the GPU, not even without gradients.
-        batch_size=config.recipe.batch_size if train else config.recipe.images_at_once(),
-        rank=rank,
-        world_size=world,
-        seed=seed,
-        threads=decoding_threads(config.resources.cpus),
-        device=device,
-    )
-
-
 def transform(config: DataConfig) -> Transform:
-    """The transform of a configuration."""
-    return Transform(
-        size=config.size,
-        resize=config.resize,
-        crop_area=config.crop_area,
-        crop_ratio=config.crop_ratio,
-        crop_padding=config.crop_padding,
-        flip=config.flip,
-        mean=config.mean,
-        std=config.std,
-    )
+    """The transform of a configuration, whose keys have the names of its fields."""
+    return Transform(**config.model_dump(include={field.name for field in dataclasses.fields(Transform)}))

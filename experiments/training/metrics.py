@@ -69,9 +69,9 @@ class Scores(NamedTuple):
 class Accuracy:
     """Sums loss, top-1 and top-5 hits over batches of any size; every image counts once."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, classes: int, device: torch.device) -> None:
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, top-1, top-5, images
-        self.confusion_CC: Tensor | None = None
+        self.confusion_CC = torch.zeros(classes, classes, device=device) if classes <= MOST_CLASSES else None
 
     def add(self, logits_NC: Tensor, labels_N: Tensor) -> None:
         best = logits_NC.topk(min(5, logits_NC.shape[1]), dim=1).indices
@@ -79,20 +79,15 @@ class Accuracy:
         loss = cross_entropy(logits_NC.float(), labels_N, reduction="sum")
         # `new_full` and not `new_tensor`, which would wait for the GPU to copy one number there.
         self.sums += torch.stack((loss, hits[:, 0].sum(), hits.sum(), loss.new_full((), len(hits))))
-        if logits_NC.shape[1] <= MOST_CLASSES:
+        if self.confusion_CC is not None:
             one_hot_CC = torch.eye(logits_NC.shape[1], device=logits_NC.device)
-            counts_CC = one_hot_CC[labels_N].T @ one_hot_CC[best[:, 0]]
-            self.confusion_CC = counts_CC if self.confusion_CC is None else self.confusion_CC + counts_CC
+            self.confusion_CC += one_hot_CC[labels_N].T @ one_hot_CC[best[:, 0]]
 
     def over_workers(self) -> Scores:
         """The scores over all workers or of this process alone."""
         if dist.is_initialized():
             dist.all_reduce(self.sums)
-            classes = self.sums.new_tensor(0 if self.confusion_CC is None else len(self.confusion_CC))
-            dist.all_reduce(classes, dist.ReduceOp.MAX)
-            if count := int(classes):
-                if self.confusion_CC is None:  # this worker had no image
-                    self.confusion_CC = torch.zeros(count, count, device=classes.device)
+            if self.confusion_CC is not None:
                 dist.all_reduce(self.confusion_CC)
         loss, top1, top5, images = self.sums.tolist()
         confusion = None if self.confusion_CC is None else tuple(map(tuple, self.confusion_CC.long().tolist()))
@@ -104,10 +99,10 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Batches) -> Scores:
+def evaluate(model: nn.Module, batches: Batches, classes: int) -> Scores:
     """`Accuracy.over_workers` of a whole split, which is on the model's device."""
     model.eval()
-    accuracy = Accuracy(next(model.parameters()).device)
+    accuracy = Accuracy(classes, next(model.parameters()).device)
     for images_NCHW, labels_N in batches:
         accuracy.add(model(images_NCHW), labels_N)
     return accuracy.over_workers()

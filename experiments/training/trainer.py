@@ -261,12 +261,13 @@ class Trainer:
         recipe, finished, images = self.trial.config.recipe, running.number + 1, len(self.train.dataset)
         if finished % recipe.validate_every_n_epochs and finished != recipe.epochs:
             return running.finished(images, None)
-        scores = evaluate(self.engine.model, after_each(self.val.epoch(0), self.watchdog.step_ended))
+        batches, classes = after_each(self.val.epoch(0), self.watchdog.step_ended), self.train.dataset.classes
+        scores = evaluate(self.engine.model, batches, len(classes))
         if not math.isfinite(scores.loss):
             raise FloatingPointError(f"non-finite validation loss after epoch {running.number}")
         epoch = running.finished(images, scores)
         if self._is_over((*self.history, epoch)) and scores.confusion is not None and dist.get_rank() == 0:
-            self.checkpoints.write(CONFUSION, Confusion(self.train.dataset.classes, scores.confusion).as_csv())
+            self.checkpoints.write(CONFUSION, Confusion(classes, scores.confusion).as_csv())
         return epoch
 
     def _is_over(self, history: Sequence[Epoch]) -> bool:

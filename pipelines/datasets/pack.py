@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 
 from pipelines.datasets.dataset import Dataset
-from pipelines.datasets.shards import BLOCK, Shard, Shards, index_path, read_index, sha256_of, write_index
+from pipelines.datasets.shards import BLOCK, Shard, Shards, has_shards, index_path, read_index, sha256_of, write_index
 from pipelines.errors import DataError
 
 
@@ -39,7 +39,7 @@ def pack(dataset: Dataset, out: Path, shard_bytes: int, workers: int) -> Iterato
     plan = _plan(dataset, shard_bytes)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if index_path(out, dataset.split).exists() or any(out.glob(f"{dataset.split}-{'[0-9]' * 5}.tar")):
+        if has_shards(out, dataset.split):
             yield from _existing(dataset, out, plan)
         else:
             yield from _write(dataset, out, plan, workers)
@@ -96,26 +96,19 @@ def _write(dataset: Dataset, out: Path, plan: list[range], workers: int) -> Iter
         ) from None
     pool, stopped = ThreadPoolExecutor(workers), threading.Event()
     paths = [unfinished / f"{dataset.split}-{number:05d}.tar" for number in range(len(plan))]
-    shards: dict[int, Shard] = {}
-    rows: dict[int, list[tuple[str, int, int, int]]] = {}
     try:
-        running = {
-            pool.submit(_write_shard, dataset, piece, path, stopped): number
-            for number, (piece, path) in enumerate(zip(plan, paths, strict=True))
-        }
+        running = [pool.submit(_write_shard, dataset, piece, path, stopped) for piece, path in zip(plan, paths, strict=True)]
         for done in as_completed(running):
-            number, offsets = running[done], done.result()
-            path, piece = paths[number], plan[number]
-            shards[number] = Shard(path.name, path.stat().st_size, sha256_of(path))
-            rows[number] = [
-                (dataset.paths[index], dataset.sizes[index], number, offset)
-                for index, offset in zip(piece, offsets, strict=True)
-            ]
-            yield Packed(shards[number], len(piece), kept=False)
-        numbers = range(len(plan))
-        all_rows = [row for number in numbers for row in rows[number]]
+            shard, offsets = done.result()
+            yield Packed(shard, len(offsets), kept=False)
+        written = [done.result() for done in running]
+        rows = [
+            (dataset.paths[image], dataset.sizes[image], number, offset)
+            for number, (piece, (_, offsets)) in enumerate(zip(plan, written, strict=True))
+            for image, offset in zip(piece, offsets, strict=True)
+        ]
         index = index_path(unfinished, dataset.split)
-        write_index(index, [shards[number] for number in numbers], all_rows)
+        write_index(index, [shard for shard, _ in written], rows)
         for path in (*paths, index):
             os.replace(path, out / path.name)
     finally:
@@ -124,8 +117,8 @@ def _write(dataset: Dataset, out: Path, plan: list[range], workers: int) -> Iter
         shutil.rmtree(unfinished)
 
 
-def _write_shard(dataset: Dataset, piece: range, path: Path, stopped: threading.Event) -> list[int]:
-    """Writes a tar file and returns the offsets of its images."""
+def _write_shard(dataset: Dataset, piece: range, path: Path, stopped: threading.Event) -> tuple[Shard, list[int]]:
+    """Writes a tar file, and returns it with the offsets of its images."""
     with open(path, "wb", buffering=2**20) as file:
         with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
             for index in piece:
@@ -140,7 +133,8 @@ def _write_shard(dataset: Dataset, piece: range, path: Path, stopped: threading.
         file.flush()
         os.fsync(file.fileno())
     with tarfile.open(path) as tar:
-        return [member.offset_data for member in tar.getmembers()[::2]]
+        offsets = [member.offset_data for member in tar.getmembers()[::2]]
+    return Shard(path.name, path.stat().st_size, sha256_of(path)), offsets
 
 
 def _content(dataset: Dataset, index: int) -> bytes:

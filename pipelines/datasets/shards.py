@@ -8,6 +8,7 @@ A shard contains pairs of files: `00000042.jpg`, the original image, and `000000
     train/cat/1.jpg<TAB>10342<TAB>0<TAB>512                    path in the original folder, bytes, shard, offset
 """
 
+import glob
 import hashlib
 import os
 import platform
@@ -160,6 +161,11 @@ class Shards:
 def index_path(folder: Path, split: str) -> Path:
     """Path of a split's index."""
     return folder / f"{split}.index"
+
+
+def has_shards(folder: Path, split: str) -> bool:
+    """Whether there are an index or shards of a split; `Dataset.open_shards` tells what is missing."""
+    return index_path(folder, split).exists() or any(folder.glob(f"{glob.escape(split)}-{'[0-9]' * 5}.tar"))
 
 
 def write_index(path: Path, shards: Sequence[Shard], rows: Sequence[tuple[str, int, int, int]]) -> None:

@@ -141,7 +141,7 @@ class Trainer:
             running.loss, running.hits = sums_2.tolist()
             running.seconds = time.perf_counter() - began
             is_due = (number + 1) % recipe.validate_every_n_epochs == 0 or number + 1 == recipe.epochs
-            scores = evaluate(engine.model, batches(held_out, settings)) if is_due else None
+            scores = evaluate(engine.model, batches(held_out, settings), len(training.classes)) if is_due else None
             history.append(running.finished(len(training), scores))
             print(trial.name, history[-1], flush=True)
             if not math.isfinite(history[-1].train_loss + (scores.loss if scores else 0)):

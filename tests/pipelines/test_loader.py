@@ -280,8 +280,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     made: list[weakref.ref[Any]] = []
     make = dali.decoding_pipeline
 
-    def record(*arguments: Any, **settings: Any) -> Any:
-        pipeline = make(*arguments, **settings)
+    def record(*arguments: Any) -> Any:
+        pipeline = make(*arguments)
         made.append(weakref.ref(pipeline))
         return pipeline
 

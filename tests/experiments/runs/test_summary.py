@@ -2,18 +2,15 @@
 
 from dataclasses import replace
 
-from experiments.runs.summary import Confusion, best_of, is_out_of_patience, read_top1, summary_csv
+from experiments.runs.summary import Confusion, best_of, is_out_of_patience, summary_csv
 from tests.experiments.samples import EPOCH
 
 
-def test_summary_round_trip() -> None:
-    content = summary_csv([replace(EPOCH, ended=1_763_760_000_123)])
-    assert read_top1(content) == [50.0]
-    assert content.decode().splitlines() == [
+def test_summary_lists_the_epochs() -> None:
+    assert summary_csv([replace(EPOCH, ended=1_763_760_000_123)]).decode().splitlines() == [
         "epoch,lr,train_loss,images_per_second,wait_share,val_loss,top1,top5,train_top1,ended",
         "0,0.1,1.0,2.0,0.5,1.0,50.0,100.0,25.0,2025-11-21T21:20:00.123+00:00",
     ]
-    assert read_top1(b"a note") == read_top1(None) == []
 
 
 def test_epochs_without_validation_are_not_the_best() -> None:

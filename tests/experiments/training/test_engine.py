@@ -76,7 +76,7 @@ def train_on_a_half(rank: int) -> tuple[list[Tensor], Tensor, Scores]:
     for images, labels in batches()[:3]:
         engine.train_step(images[rank::2], labels[rank::2])
     engine.average_buffers()
-    accuracy = Accuracy(torch.device("cpu"))
+    accuracy = Accuracy(4, torch.device("cpu"))
     if rank == 0:
         accuracy.add(torch.eye(4), torch.tensor([0, 1, 2, 2]))
     return [weight.detach() for weight in engine.module.parameters()], model.seen, accuracy.over_workers()

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 def test_accuracy_counts_images_not_batches() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(37, 9, generator=generator), torch.randint(9, (37,), generator=generator)
-    accuracy = Accuracy(torch.device("cpu"))
+    accuracy = Accuracy(9, torch.device("cpu"))
     for start, end in ((0, 16), (16, 32), (32, 37)):
         accuracy.add(logits[start:end], labels[start:end])
     loss, top1, top5, images, _ = accuracy.over_workers()
@@ -24,10 +24,10 @@ def test_accuracy_counts_images_not_batches() -> None:
 
 
 def test_accuracy_with_fewer_than_five_classes() -> None:
-    accuracy = Accuracy(torch.device("cpu"))
+    accuracy = Accuracy(3, torch.device("cpu"))
     accuracy.add(torch.eye(3), torch.tensor([0, 1, 0]))
     accuracy.add(torch.eye(3)[:1], torch.tensor([1]))
     assert accuracy.over_workers()[1:] == (50.0, 100.0, 4, ((1, 0, 1), (1, 1, 0), (0, 0, 0)))
-    many = Accuracy(torch.device("cpu"))
+    many = Accuracy(51, torch.device("cpu"))
     many.add(torch.eye(51), torch.arange(51))
     assert many.over_workers().confusion is None
