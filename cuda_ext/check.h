@@ -232,6 +232,14 @@ inline void check_stem(const Tensor& weight, const Tensor& bias, const Tensor& x
   check_same(weight, x, "weight and x"), check_same(bias, x, "bias and x");
 }
 
+constexpr int kCellPixels = 4;  // pooling makes one pixel of a cell
+
+// Keeps the larger value and its index, and a value that is NaN, as torch does.
+SAN_HOST_DEVICE void keep_larger(float x, int index, float& best, int& at) {
+  const bool takes = x > best || x != x;
+  best = takes ? x : best, at = takes ? index : at;
+}
+
 // The gradient of a pooled map, and the indices of its maxima.
 inline void check_pooled_gradient(const Tensor& grad, const Tensor& index, int64_t height, int64_t width) {
   check_poolable(height, width);
@@ -282,15 +290,7 @@ namespace san {
 
 // The type of sums: float for half types, otherwise the type itself.
 template <class scalar_t>
-struct Accumulate {
-  using type = float;
-};
-template <>
-struct Accumulate<double> {
-  using type = double;
-};
-template <class scalar_t>
-using accumulate_t = typename Accumulate<scalar_t>::type;
+using accumulate_t = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
 
 // A number that the compiler knows.
 template <int number>

@@ -1,4 +1,4 @@
-"""Chooses a row of a registry by name, with one clear error message if there is none."""
+"""Checks of settings: names of rows in a registry, and positive integers."""
 
 from __future__ import annotations
 
@@ -40,6 +40,17 @@ def choices(what: str, name: object, known: Iterable[str]) -> str:
     names = f"{what}: {', '.join(known := list(known))}"
     near = similar(name, known)
     return f"did you mean `{near}`? {names[0].upper()}{names[1:]}" if near else names
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_counts(**numbers: object) -> None:
+    """Raises ModelError unless all numbers are positive integers."""
+    for name, number in numbers.items():
+        if not is_integer(number) or number < 1:  # type: ignore[operator]
+            raise ModelError(f"{name} must be an integer of at least 1, not {number!r}")
 
 
 def similar(name: object, known: Iterable[str]) -> str | None:

@@ -16,7 +16,8 @@ struct Problem {
         w_size(p.weights * p.footprint.positions() * p.footprint.pixels()),
         w(as<T>(weight)),
         like(beta),
-        beta(by_pixels<T>(beta)) {}
+        beta(by_pixels<T>(beta)),
+        kernels(aggregation_kernels<T>(p.footprint)) {}
   // A map like beta, but [N, H, W, C], as one like beta itself.
   Tensor by_channels(const Tensor& x) const {
     const Tensor map = torch::stable::transpose(torch::stable::transpose(x, 2, 3), 1, 2);
@@ -33,6 +34,7 @@ struct Problem {
   const Aggregation<T> p;
   const int64_t N, map_size, w_size;
   const Tensor w, like, beta;
+  const AggregationKernels<T>& kernels;
 };
 
 template <class T>
@@ -41,11 +43,11 @@ Tensor forward(const Problem<T>& problem) {
   T* out = y.template mutable_data_ptr<T>();
   const Footprint& f = problem.p.footprint;
   const std::vector<Band> bands = bands_alone(problem.N, f, band_rows(problem.p, 1));
-  for_each_task<T>(bands.size(), aggregation_kernels<T>(f).scratch(problem.p, most_rows(bands), false),
+  for_each_task<T>(bands.size(), problem.kernels.scratch(problem.p, most_rows(bands), false),
                    [&](int64_t task, T* scratch) {
                      const int64_t n = bands[task].image;
-                     aggregation_kernels<T>(f).forward(problem.p, problem.maps(bands[task]), bands[task].rows, scratch,
-                                                       out + n * problem.map_size);
+                     problem.kernels.forward(problem.p, problem.maps(bands[task]), bands[task].rows, scratch,
+                                             out + n * problem.map_size);
                    });
   return problem.by_channels(y);
 }
@@ -59,14 +61,13 @@ std::tuple<Tensor, Tensor> backward(const Problem<T>& problem, const Tensor& gra
   T *to_beta = grad_beta.template mutable_data_ptr<T>(), *to_w = grad_w.template mutable_data_ptr<T>();
   const Footprint& f = problem.p.footprint;
   const std::vector<Band> bands = bands_of(problem.N, f, band_rows(problem.p, f.kernel_size));
-  for_each_band_apart<T>(bands, aggregation_kernels<T>(f).scratch(problem.p, most_rows(bands), true),
-                         [&](int64_t, const Band& band, T* scratch) {
-                           const int64_t n = band.image;
-                           aggregation_kernels<T>(f).backward(problem.p, problem.maps(band),
-                                                              values<T>(grad_y) + n * problem.map_size, band.rows,
-                                                              scratch, to_beta + n * problem.map_size,
-                                                              {to_w + problem.first_weight(band), f.pixels()}, nullptr);
-                         });
+  for_each_band_apart<T>(
+      bands, problem.kernels.scratch(problem.p, most_rows(bands), true), [&](int64_t, const Band& band, T* scratch) {
+        const int64_t n = band.image;
+        problem.kernels.backward(problem.p, problem.maps(band), values<T>(grad_y) + n * problem.map_size, band.rows,
+                                 scratch, to_beta + n * problem.map_size,
+                                 {to_w + problem.first_weight(band), f.pixels()}, nullptr);
+      });
   return {problem.by_channels(grad_beta), as_type(grad_w, problem.like.scalar_type())};
 }
 

@@ -41,10 +41,7 @@ inline void ask_for_large_pages(const Tensor& x) { ask_for_large_pages(x.data_pt
 // memory is slow.
 inline void* scratch_of_thread(size_t bytes) {
   constexpr size_t kPage = size_t(2) << 20;
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  static thread_local std::unique_ptr<void, Free> memory;
+  static thread_local std::unique_ptr<void, void (*)(void*)> memory(nullptr, std::free);
   static thread_local size_t size = 0;
   if (bytes > size) {
     const size_t wanted = (bytes + kPage - 1) / kPage * kPage;

@@ -10,11 +10,6 @@
 namespace san::cpu {
 namespace {
 
-template <class T>
-const PairKernels<T>& kernels() {
-  return SAN_CHOOSE(pairs<T>);
-}
-
 // The median of three numbers, or 0 if that is not finite.
 double middle(double a, double b, double c) {
   const double median = std::max(std::min(a, b), std::min(std::max(a, b), c));
@@ -62,6 +57,7 @@ struct Problem {
   }
   std::vector<Band> bands() const { return bands_apart(N, p.footprint); }
 
+  const PairKernels<T>& kernels = SAN_CHOOSE(pairs<T>);
   Tensor center, around, norm, weight1, shift2, weight2;
   int64_t N, P = 0, d = 0;
   double pairs = 0;
@@ -160,11 +156,11 @@ std::tuple<Tensor, Tensor> covariance(const Problem<T>& problem) {
   }
   const std::vector<Band> bands = problem.bands();
   std::vector<T> sums(bands.size() * size);
-  for_each_task<T>(bands.size(), kernels<T>().scratch(problem.p, most_rows(bands), false),
+  for_each_task<T>(bands.size(), problem.kernels.scratch(problem.p, most_rows(bands), false),
                    [&](int64_t task, T* scratch) {
                      T* sum = sums.data() + task * size;
-                     kernels<T>().moments(problem.p, problem.maps(bands[task].image), origin.data(), bands[task].rows,
-                                          scratch, sum, sum + d);
+                     problem.kernels.moments(problem.p, problem.maps(bands[task].image), origin.data(),
+                                             bands[task].rows, scratch, sum, sum + d);
                    });
   std::vector<double> total = sum_over_tasks(sums, size), matrix(d * d);
   for (double& x : total) x /= problem.pairs;
@@ -190,11 +186,12 @@ std::tuple<Tensor, Tensor, Tensor> covariance_backward(const Problem<T>& problem
   }
   const std::vector<Band> bands = problem.bands();
   Gradients<T> to(problem, bands.size());
-  for_each_band_apart<T>(
-      bands, kernels<T>().scratch(problem.p, most_rows(bands), true), [&](int64_t task, const Band& band, T* scratch) {
-        kernels<T>().moments_backward(problem.p, problem.maps(band.image), values<T>(middle), slope.data(),
-                                      offset.data(), band.rows, scratch, to.of(task, band.image));
-      });
+  for_each_band_apart<T>(bands, problem.kernels.scratch(problem.p, most_rows(bands), true),
+                         [&](int64_t task, const Band& band, T* scratch) {
+                           problem.kernels.moments_backward(problem.p, problem.maps(band.image), values<T>(middle),
+                                                            slope.data(), offset.data(), band.rows, scratch,
+                                                            to.of(task, band.image));
+                         });
   const Tensor norm = to.finish(sum_over_tasks(to.sums, to.size).data());
   return {to.center, to.around, norm};
 }
@@ -211,10 +208,10 @@ std::tuple<Tensor, Tensor> attend(const Problem<T>& problem, const Tensor& beta)
   Tensor softmax = torch::stable::new_empty(problem.center, {problem.N, 2, p.weights, problem.P});
   T* out = softmax.template mutable_data_ptr<T>();
   const Tensor y = attend(
-      values_of(problem, beta), [&](int64_t rows) { return kernels<T>().scratch(p, rows, false); },
+      values_of(problem, beta), [&](int64_t rows) { return problem.kernels.scratch(p, rows, false); },
       [&](const Band& band, T* scratch, BandWeights<T> w) {
-        kernels<T>().weights(p, problem.maps(band.image), band.rows, scratch, w,
-                             out + band.image * 2 * p.weights * problem.P);
+        problem.kernels.weights(p, problem.maps(band.image), band.rows, scratch, w,
+                                out + band.image * 2 * p.weights * problem.P);
       });
   return {y, softmax};
 }
@@ -231,14 +228,16 @@ AttendGradients attend_backward(const Problem<T>& problem, const Tensor& grad, c
   const Tensor kept = as<T>(softmax);
   const Tensor to_beta = attend_backward(
       x, grad, bands,
-      [&](int64_t rows) { return std::max(kernels<T>().scratch(p, rows, false), kernels<T>().scratch(p, rows, true)); },
+      [&](int64_t rows) {
+        return std::max(problem.kernels.scratch(p, rows, false), problem.kernels.scratch(p, rows, true));
+      },
       [&](const Band& band, T* scratch, BandWeights<T> w) {
-        kernels<T>().weights_again(p, problem.maps(band.image), band.rows, scratch, w,
-                                   values<T>(kept) + band.image * 2 * p.weights * problem.P);
+        problem.kernels.weights_again(p, problem.maps(band.image), band.rows, scratch, w,
+                                      values<T>(kept) + band.image * 2 * p.weights * problem.P);
       },
       [&](int64_t task, const Band& band, T* scratch, BandWeights<T> w, BandWeights<T> to_w, const T* dots) {
-        kernels<T>().weights_backward(p, problem.maps(band.image), {w.data, w.pitch}, {to_w.data, to_w.pitch}, dots,
-                                      band.rows, scratch, to.of(task, band.image));
+        problem.kernels.weights_backward(p, problem.maps(band.image), {w.data, w.pitch}, {to_w.data, to_w.pitch}, dots,
+                                         band.rows, scratch, to.of(task, band.image));
       });
   return std::tuple_cat(to.all(), std::tuple(to_beta));
 }

@@ -8,11 +8,6 @@ namespace san::cpu {
 namespace {
 
 template <class T>
-const PatchKernels<T>& kernels() {
-  return SAN_CHOOSE(patches<T>);
-}
-
-template <class T>
 struct Problem {
   Problem(const Tensor& center, const Tensor& around, const Tensor& norm, const Tensor& weight, int64_t kernel_size)
       : center(as<T>(center)), around(as<T>(around)), norm(as<T>(norm)), weight(as<T>(weight)) {
@@ -24,6 +19,7 @@ struct Problem {
   const T* own(int64_t n) const { return values<T>(center) + n * P * p.own; }
   const T* others(int64_t n) const { return values<T>(around) + n * P * p.channels; }
 
+  const PatchKernels<T>& kernels = SAN_CHOOSE(patches<T>);
   Tensor center, around, norm, weight;
   int64_t N = 0, P = 0;
   Patches<T> p{};
@@ -35,9 +31,10 @@ Tensor map(const Problem<T>& problem) {
   Tensor u = torch::stable::new_empty(problem.around, {problem.N, p.outputs, p.footprint.height, p.footprint.width});
   T* out = u.template mutable_data_ptr<T>();
   const std::vector<Band> bands = bands_alone(problem.N, p.footprint);
-  for_each_task<T>(bands.size(), kernels<T>().scratch(p, most_rows(bands), false), [&](int64_t task, T* scratch) {
+  for_each_task<T>(bands.size(), problem.kernels.scratch(p, most_rows(bands), false), [&](int64_t task, T* scratch) {
     const int64_t n = bands[task].image;
-    kernels<T>().map(p, problem.own(n), problem.others(n), bands[task].rows, scratch, out + n * p.outputs * problem.P);
+    problem.kernels.map(p, problem.own(n), problem.others(n), bands[task].rows, scratch,
+                        out + n * p.outputs * problem.P);
   });
   return u;
 }
@@ -53,17 +50,17 @@ Gradients map_backward(const Problem<T>& problem, const Tensor& grad) {
   T* centers = to_center.template mutable_data_ptr<T>();
   T* arounds = to_around.template mutable_data_ptr<T>();
   const std::vector<Band> bands = bands_apart(problem.N, p.footprint);
-  const int64_t columns = p.columns(), lanes = kernels<T>().lanes, pitch = (p.outputs + lanes - 1) / lanes * lanes;
+  const int64_t columns = p.columns(), lanes = problem.kernels.lanes, pitch = (p.outputs + lanes - 1) / lanes * lanes;
   const int64_t size = columns * (2 + pitch);
   std::vector<T> sums(bands.size() * size);
   for_each_band_apart<T>(
-      bands, kernels<T>().scratch(p, most_rows(bands), true), [&](int64_t task, const Band& band, T* scratch) {
+      bands, problem.kernels.scratch(p, most_rows(bands), true), [&](int64_t task, const Band& band, T* scratch) {
         const int64_t n = band.image;
         T* sum = sums.data() + task * size;
-        kernels<T>().map_backward(p, problem.own(n), problem.others(n), values<T>(grad_u) + n * p.outputs * problem.P,
-                                  band.rows, scratch,
-                                  {centers + n * problem.P * p.own, arounds + n * problem.P * p.channels, sum,
-                                   sum + columns, sum + 2 * columns});
+        problem.kernels.map_backward(p, problem.own(n), problem.others(n),
+                                     values<T>(grad_u) + n * p.outputs * problem.P, band.rows, scratch,
+                                     {centers + n * problem.P * p.own, arounds + n * problem.P * p.channels, sum,
+                                      sum + columns, sum + 2 * columns});
       });
   const std::vector<double> total = sum_over_tasks(sums, size);
   const double *of_scale = total.data(), *of_shift = of_scale + columns, *of_weight = of_shift + columns;
@@ -102,7 +99,7 @@ struct Attention {
         bias(as<T>(bias)),
         layer{weight.size(0), weight.size(1), values<T>(this->weight), values<T>(this->bias)},
         P(f.pixels()),
-        x(beta, f, layer.rows / f.positions(), kernels<T>().lanes) {}
+        x(beta, f, layer.rows / f.positions(), kernels.lanes) {}
 
   int64_t hidden_pitch() const { return (layer.hidden + x.lanes - 1) / x.lanes * x.lanes; }
   int64_t scratch(int64_t rows) const { return 2 * hidden_pitch() * x.pitch(rows); }
@@ -110,9 +107,10 @@ struct Attention {
   int64_t count(const Band& band) const { return (band.rows.last - band.rows.first) * x.p.footprint.width; }
   const T* image(const Band& band) const { return values<T>(a) + band.image * layer.hidden * P; }
   void weigh(const Band& band, T* scratch, BandWeights<T> w) const {
-    kernels<T>().weights(layer, image(band), P, first(band), count(band), scratch, w);
+    kernels.weights(layer, image(band), P, first(band), count(band), scratch, w);
   }
 
+  const PatchKernels<T>& kernels = SAN_CHOOSE(patches<T>);
   const Tensor a, weight, bias;
   const LastLayer<T> layer;
   const int64_t P;
@@ -132,9 +130,9 @@ Gradients attend_backward(const Attention<T>& attention, const Tensor& grad) {
       [&](const Band& band, T* scratch, BandWeights<T> w) { attention.weigh(band, scratch, w); },
       [&](int64_t task, const Band& band, T* scratch, BandWeights<T>, BandWeights<T> to_w, const T*) {
         T* sum = sums.data() + task * size;
-        kernels<T>().weights_backward(layer, attention.image(band), attention.P, attention.first(band),
-                                      attention.count(band), to_w, scratch,
-                                      {out + band.image * layer.hidden * attention.P, sum, sum + layer.rows * pitch});
+        attention.kernels.weights_backward(
+            layer, attention.image(band), attention.P, attention.first(band), attention.count(band), to_w, scratch,
+            {out + band.image * layer.hidden * attention.P, sum, sum + layer.rows * pitch});
       });
   const std::vector<double> total = sum_over_tasks(sums, size);
   std::vector<double> to_weight(layer.rows * layer.hidden);

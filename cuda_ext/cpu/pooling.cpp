@@ -9,8 +9,6 @@
 namespace san::cpu {
 namespace {
 
-constexpr int kCellPixels = 4;  // a cell becomes one pixel
-
 // A map [N, H, W, C] whose rows are pooled in pairs.
 struct Cells {
   Cells(int64_t N, int64_t H, int64_t W, int64_t C) : H(H), W(W), C(C), h(H / 2), w(W / 2), rows(N * h) {}
@@ -29,12 +27,6 @@ struct Cells {
   static constexpr int64_t kTaskValues = 1 << 14;
   const int64_t H, W, C, h, w, rows, task_rows = std::max<int64_t>(1, kTaskValues / std::max<int64_t>(1, w* C));
 };
-
-// Keeps the larger value and its index, and a value that is NaN, as torch does.
-inline void keep_larger(float x, int index, float& best, int& at) {
-  const bool takes = x > best || x != x;
-  best = takes ? x : best, at = takes ? index : at;
-}
 
 // The index of a row, in the type of the loops below: with bytes, the compiler would want 64 channels.
 SAN_VECTOR void widen(const uint8_t* from, int64_t count, int32_t* SAN_RESTRICT to) {

@@ -10,8 +10,6 @@
 namespace san::cuda {
 namespace {
 
-constexpr int kCellPixels = 4;  // a cell becomes one pixel
-
 // A cell of a map with rows x columns cells. Kernels count in 32 bits: a 64-bit division takes a hundred instructions.
 struct Place {
   int image, row, column;
@@ -44,12 +42,6 @@ struct Cells {
   // From a cell's first pixel to its pixel k.
   SAN_HOST_DEVICE int64_t step(int k) const { return k / 2 * width + k % 2; }
 };
-
-// Keeps the larger value and its index, and a value that is NaN, as torch does.
-__device__ __forceinline__ void keep_larger(float x, int index, float& best, int& at) {
-  const bool takes = x > best || x != x;
-  best = takes ? x : best, at = takes ? index : at;
-}
 
 // Predicted for SAN10's stage 2 at batch 32 (64 channels, 112x112, float32) on an H100: reads 103 MB, writes 32 MB;
 // 0.045 ms, of memory bandwidth. Backward reads and writes as much.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn.functional import dropout
 
-from san.choice import ModelError
+from san.choice import ModelError, check_counts, is_integer
 from san.nn.depth import Blocks
 
 MAX_CHANNELS, MAX_BLOCKS = 2**16, 1000
@@ -53,7 +53,7 @@ class BaseModel(nn.Module):
     pretrained_cfg: dict[str, Any]
 
     def __init__(self, spec: ModelSpec, in_channels: int) -> None:
-        check_count("in_channels", in_channels)
+        check_counts(in_channels=in_channels)
         super().__init__()
         self.spec, self.in_channels = spec, in_channels
 
@@ -198,7 +198,7 @@ class BaseModel(nn.Module):
     def _new_classifier(self, num_classes: int) -> nn.Module:
         if num_classes == 0 and not isinstance(num_classes, bool):
             return nn.Identity()
-        check_count("num_classes", num_classes)
+        check_counts(num_classes=num_classes)
         return nn.Linear(self.channels[-1], num_classes)
 
     def _add_head(self, num_classes: int | None) -> None:
@@ -211,23 +211,13 @@ class BaseModel(nn.Module):
         return {} if self.classifier is None else {"head": [self.pool, self.classifier]}
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def check_count(name: str, count: object) -> None:
-    """Raises ValueError unless `count` is a positive integer."""
-    if not _is_integer(count) or count < 1:  # type: ignore[operator]
-        raise ModelError(f"{name} must be an integer of at least 1, not {count!r}")
-
-
 # Which values a field of a spec may have, by its annotation.
 FIELD_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (lambda value: isinstance(value, str), "a name"),
-    "int": (_is_integer, "an integer"),
-    "int | None": (lambda value: value is None or _is_integer(value), "an integer or None"),
-    "float": (lambda value: _is_integer(value) or isinstance(value, float), "a number"),
-    "tuple[int, ...]": (lambda value: isinstance(value, tuple) and all(map(_is_integer, value)), "a list of integers"),
+    "int": (is_integer, "an integer"),
+    "int | None": (lambda value: value is None or is_integer(value), "an integer or None"),
+    "float": (lambda value: is_integer(value) or isinstance(value, float), "a number"),
+    "tuple[int, ...]": (lambda value: isinstance(value, tuple) and all(map(is_integer, value)), "a list of integers"),
 }
 
 

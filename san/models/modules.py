@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from san.choice import ChoiceError, ModelError, similar
-from san.models.base import BaseModel, ModelSpec, check_count
+from san.choice import ChoiceError, ModelError, check_counts, similar
+from san.models.base import BaseModel, ModelSpec
 
 Build = Callable[..., nn.Module]
 SIZES = ("num_classes", "in_channels")
@@ -51,7 +51,7 @@ class ModuleSpec(ModelSpec):
     def build(self, num_classes: int | None, in_channels: int = 3) -> ModuleModel:
         if num_classes is None:
             raise ModelError(f"{self.name} cannot be built with features_only=True, which only this package's networks support")
-        check_count("num_classes", num_classes)
+        check_counts(num_classes=num_classes)
         settings = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "name"}
         build = functools.partial(type(self).function, num_classes=num_classes, in_channels=in_channels, **settings)
         try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from san import ops
-from san.choice import ChoiceError, ModelError, choose
+from san.choice import ChoiceError, ModelError, check_counts, choose
 from san.nn.inputs import check_map, specialize
 from san.nn.mapping import MAPPINGS, Gamma, PairMaps
 from san.nn.norm import convolve_each, is_plain
@@ -49,7 +49,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, channels: int, footprint: int, r1: int, r2: int, transformation: str = "distinct") -> None:
         super().__init__()
-        _check_whole(channels=channels, footprint=footprint, r1=r1, r2=r2)
+        check_counts(channels=channels, footprint=footprint, r1=r1, r2=r2)
         check_side(footprint)
         if channels % r1 or channels % r2:
             raise ModelError(f"{channels} channels are not divisible by r1={r1} and by r2={r2}")
@@ -109,7 +109,7 @@ class VectorAttention(SelfAttention):
 
     def __init__(self, channels: int, footprint: int, r1: int, r2: int, group_size: int, transformation: str) -> None:
         super().__init__(channels, footprint, r1, r2, transformation)
-        _check_whole(group_size=group_size)
+        check_counts(group_size=group_size)
         if self.value_channels % group_size:
             raise ModelError(f"{self.value_channels} value channels (C / r2) are not divisible by group_size={group_size}")
         self.weight_channels = self.value_channels // group_size
@@ -144,7 +144,7 @@ class PairwiseAttention(VectorAttention):
         position: str = "relative",
     ) -> None:
         super().__init__(channels, footprint, r1, r2, group_size, transformation)
-        _check_whole(hidden_reduction=hidden_reduction)
+        check_counts(hidden_reduction=hidden_reduction)
         row = choose("relation", relation, PAIRWISE)
         self.relation, self.mapping = relation, mapping
         self.position = Position(position) if choose("position", position, POSITIONS) is not None else None
@@ -253,7 +253,7 @@ class ScalarAttention(SelfAttention):
 
     def __init__(self, channels: int, footprint: int = 7, *, r1: int = 4, r2: int = 4, heads: int = 8) -> None:
         super().__init__(channels, footprint, r1, r2)
-        _check_whole(heads=heads)
+        check_counts(heads=heads)
         R, M = self.relation_channels, self.value_channels
         if R % heads or M % heads or R % 2:
             raise ModelError(
@@ -310,12 +310,6 @@ def _scores(phi_NRHW: Tensor, offset_Rk: Tensor, heads: int) -> Tensor:
     """phi_i^T r for each column r of `offset` in each head, [N, heads, k, P]."""
     phi_NSGP, offset_SGk = phi_NRHW.flatten(2).unflatten(1, (-1, heads)), offset_Rk.unflatten(0, (-1, heads))
     return torch.einsum("nsgp,sgk->ngkp", phi_NSGP, offset_SGk.to(phi_NRHW.dtype))
-
-
-def _check_whole(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ModelError(f"{name} must be an integer of at least 1, not {number!r}")
 
 
 def attention_weights(model: nn.Module, x_NCHW: Tensor) -> dict[str, Tensor]:

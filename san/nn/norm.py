@@ -282,7 +282,7 @@ def _fuses_max_pool(x_NCHW: Tensor) -> bool:
 
 
 def _fuses_stem(conv: nn.Conv2d, norm: nn.BatchNorm2d, x_NCHW: Tensor) -> bool:
-    if not fuses(x_NCHW) or not _folds(conv, norm, x_NCHW) or x_NCHW.requires_grad:
+    if not _folds(conv, norm, x_NCHW) or x_NCHW.requires_grad:
         return False
     is_stem = is_pointwise(conv) and conv.in_channels <= MOST_IMAGE_CHANNELS and min(x_NCHW.shape[2:]) > 1
     is_single = x_NCHW.dtype == conv.weight.dtype == torch.float32

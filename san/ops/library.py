@@ -23,7 +23,6 @@ from cuda_ext import schemas
 from cuda_ext.build import CUDA_ARCHITECTURES, gpu_refusal, libraries, toolchains
 from cuda_ext.build import load as load_kernels
 from san.ops import fused_reference, reference
-from san.ops.footprint import check_footprint
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -98,7 +97,6 @@ class Operator:
 
 def _unfolded(x: Tensor, kernel_size: int, channels: int | None = None) -> Tensor:
     N, C, H, W = x.shape
-    check_footprint(kernel_size, H, W)
     return x.new_empty(N, C if channels is None else channels, kernel_size**2, H * W)
 
 
@@ -122,48 +120,36 @@ def _in_map_format(beta: Tensor) -> Tensor:
     return torch.empty_like(beta, memory_format=torch.channels_last if is_channels_last(beta) else torch.contiguous_format)
 
 
-def _aggregated(beta: Tensor, weight: Tensor, kernel_size: int) -> Tensor:
-    check_footprint(kernel_size, *beta.shape[2:])
-    return _in_map_format(beta)
-
-
 def _aggregated_backward(grad: Tensor, beta: Tensor, weight: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
     return _in_map_format(beta), torch.empty_like(weight) if weight.device.type == "cuda" else weight.new_empty(weight.shape)
 
 
 def _patch_columns(center: Tensor, around: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
-    check_footprint(kernel_size, *around.shape[1:3])
     columns = center.shape[3] + around.shape[3] * kernel_size**2
     return around.new_empty(columns), around.new_empty(columns)
 
 
 def _patch_linear(center: Tensor, around: Tensor, norm: Tensor, weight: Tensor, kernel_size: int, tf32: bool) -> Tensor:
     N, H, W, _ = around.shape
-    check_footprint(kernel_size, H, W)
     if around.device.type == "cuda":
         return around.new_empty(N, H, W, len(weight)).permute(0, 3, 1, 2)
     return around.new_empty(N, len(weight), H, W)
 
 
-def _attended(beta: Tensor, kernel_size: int) -> Tensor:
-    check_footprint(kernel_size, *beta.shape[1:3])
-    return beta.new_empty(beta.shape)
-
-
 def _attend_pairs(center: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    (N, H, W, _), weight2, beta, kernel_size = center.shape, *arguments[4:7]
-    return _attended(beta, kernel_size), center.new_empty(N, 2, len(weight2), H * W)
+    (N, H, W, _), (weight2, beta) = center.shape, arguments[4:6]
+    return beta.new_empty(beta.shape), center.new_empty(N, 2, len(weight2), H * W)
 
 
 def _attend_pairs_of_batch(center: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    (N, H, W, d), (weight2, beta, kernel_size) = center.shape, arguments[5:8]
-    (G, E), beta_like = weight2.shape, _attended(beta, kernel_size)
-    return beta_like, *(center.new_empty(shape) for shape in ((E,), (E,), (N, 2, G, H * W), (d,), (d, d)))
+    (N, H, W, d), (weight2, beta) = center.shape, arguments[5:7]
+    G, E = weight2.shape
+    return beta.new_empty(beta.shape), *(center.new_empty(shape) for shape in ((E,), (E,), (N, 2, G, H * W), (d,), (d, d)))
 
 
 def _attend_dot(phi: Tensor, psi: Tensor, scores: Tensor, beta: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
     N, G, _, P = scores.shape
-    return _attended(beta, kernel_size), scores.new_empty(N, 2, G, P)
+    return beta.new_empty(beta.shape), scores.new_empty(N, 2, G, P)
 
 
 def _y_or(beta: Tensor, saved: Arguments) -> Tensor:
@@ -181,12 +167,10 @@ def _like_hidden(hidden: Tensor) -> Tensor:
 
 
 def _pair_channels(center: Tensor, around: Tensor, kernel_size: int, products: int) -> tuple[Tensor, Tensor]:
-    check_footprint(kernel_size, *center.shape[1:3])
     return center.new_empty(center.shape[3]), center.new_empty(center.shape[3])
 
 
 def _pair_covariance(center: Tensor, around: Tensor, norm: Tensor, kernel_size: int, *rest: Any) -> tuple[Tensor, Tensor]:
-    check_footprint(kernel_size, *center.shape[1:3])
     d = center.shape[3]
     return norm.new_empty(d), norm.new_empty(d, d)
 
@@ -284,7 +268,7 @@ OPERATORS = (
     Operator(
         name="aggregation",
         definition=reference.aggregation,
-        fake=_aggregated,
+        fake=lambda beta, weight, kernel_size: _in_map_format(beta),
         fake_backward=_aggregated_backward,
         backward_arguments=lambda inputs, _: inputs,
         flops=_aggregation_flops,
@@ -356,7 +340,7 @@ OPERATORS = (
     Operator(
         name="attend_patches",
         definition=fused_reference.attend_patches,
-        fake=lambda *arguments: _attended(*arguments[3:5]),
+        fake=lambda hidden, weight, bias, beta, *_: beta.new_empty(beta.shape),
         fake_backward=lambda grad, hidden, *rest: (_like_hidden(hidden), *_like(rest[:3])),
         backward_arguments=lambda inputs, _: inputs,
         flops=_attend_patches_flops,
@@ -500,8 +484,10 @@ def _by_definition(define: Callable[..., Any], grads: Sequence[Tensor], inputs: 
     views = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
     wanted = [x for x in views if isinstance(x, Tensor) and x.requires_grad]
     wide = torch.promote_types(inputs[0].dtype, torch.float32)
-    outputs = define(*(x.to(wide) if isinstance(x, Tensor) else x for x in views))
-    gradients = iter(torch.autograd.grad(outputs, wanted, [g.to(wide) for g in grads], create_graph=True, allow_unused=True))
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        outputs = define(*(x.to(wide) if isinstance(x, Tensor) else x for x in views))
+        wide_grads = [grad.to(wide) for grad in grads]
+        gradients = iter(torch.autograd.grad(outputs, wanted, wide_grads, create_graph=True, allow_unused=True))
     return tuple(next(gradients) if isinstance(x, Tensor) and x.requires_grad else None for x in views)
 
 

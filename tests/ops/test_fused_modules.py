@@ -463,6 +463,17 @@ def test_gradient_penalty_equals_the_reference(kind: str, training: bool) -> Non
 
 
 @every_kind
+def test_gradients_that_can_be_differentiated_are_as_precise_inside_an_autocast_block(kind: str) -> None:
+    module, x = Setting(kind).module(torch.float32), Setting(kind).x(torch.float32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x).float().square().sum()
+        (once,) = torch.autograd.grad(y, x, retain_graph=True)
+        with pytest.warns(UserWarning, match="create_graph"):
+            (twice,) = torch.autograd.grad(y, x, create_graph=True)
+    assert (twice - once).norm() < 1e-3 * once.norm()
+
+
+@every_kind
 def test_saves_nothing_for_each_pair(kind: str) -> None:
     """The attention weights have G * K values per pixel; the unfused layers save tensors with d * K and E * K, too."""
 

@@ -81,8 +81,16 @@ struct Line {
         beta(p, rows, scratch),
         own(take(scratch, p.values * width)) {}
 
-  // Whether the last vector of row h extends past the end of the band's last row.
-  bool ends_beyond(int64_t h, int64_t last) const { return h * W + width > last * W; }
+  // Calls visit<is_near_end>(row of the map, row of the band); near the end, the row's last vector extends past the
+  // band's last pixel.
+  template <class Visit>
+  __attribute__((always_inline)) inline void for_each_row(Rows rows, const Visit& visit) const {
+    for (int64_t h = rows.first; h < rows.last; ++h)
+      if (h * W + width > rows.last * W)
+        visit.template operator()<true>(h, h - rows.first);
+      else
+        visit.template operator()<false>(h, h - rows.first);
+  }
 
   // Calls visit(position, row and column of the planes that the row's first pixel has at this position).
   template <class Visit>
@@ -210,30 +218,21 @@ SAN_INLINE void for_each_channel(const Aggregation<T>& p, const Visit& visit) {
   }
 }
 
-template <bool is_near_end, class T>
-SAN_INLINE void aggregate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t row) {
-  for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
-    line.template aggregate<shares, is_near_end>(row, c, part_of(x.w, g, line.K, row * line.W), x.w_end);
-  });
-}
-
 template <class T>
 void forward(const Aggregation<T>& p, const AggregationMaps<T>& x, Rows rows, T* scratch, T* y) {
   const Line<T> line(p, rows, scratch);
   line.beta.read(x.beta, rows.first);
-  for (int64_t h = rows.first; h < rows.last; ++h) {
-    if (line.ends_beyond(h, rows.last))
-      aggregate_row<true>(line, x, h - rows.first);
-    else
-      aggregate_row<false>(line, x, h - rows.first);
+  line.for_each_row(rows, [&]<bool is_near_end>(int64_t h, int64_t row) __attribute__((always_inline)) {
+    for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
+      line.template aggregate<shares, is_near_end>(row, c, part_of(x.w, g, line.K, row * line.W), x.w_end);
+    });
     from_planes<false>(line.own, line.width, p.values, line.W, y + h * line.W * p.values);
-  }
+  });
 }
 
 template <bool is_near_end, bool is_backward, class T>
-SAN_INLINE void correlate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t h, Rows rows,
+SAN_INLINE void correlate_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t row, int64_t room,
                               BandWeights<T> grad_w, T* dots, const PaddedRows<T>& to_beta) {
-  const int64_t row = h - rows.first, room = (rows.last - h) * line.W;
   for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
     line.template correlate<shares, is_near_end, is_backward>(
         row, c, part_of(x.w, g, line.K, row * line.W), x.w_end, part_of(grad_w, g, line.K, row * line.W),
@@ -249,13 +248,10 @@ void backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T* gra
   line.beta.read(x.beta, rows.first);
   to_beta.clear();
   line.clear_own();
-  for (int64_t h = rows.first; h < rows.last; ++h) {
+  line.for_each_row(rows, [&]<bool is_near_end>(int64_t h, int64_t row) __attribute__((always_inline)) {
     line.read_own(grad_y, h);
-    if (line.ends_beyond(h, rows.last))
-      correlate_row<true, true>(line, x, h, rows, grad_w, dots, to_beta);
-    else
-      correlate_row<false, true>(line, x, h, rows, grad_w, dots, to_beta);
-  }
+    correlate_row<is_near_end, true>(line, x, row, (rows.last - h) * line.W, grad_w, dots, to_beta);
+  });
   to_beta.add_to(grad_beta, rows.first);
 }
 
@@ -264,21 +260,10 @@ void dot(const Aggregation<T>& p, const T* phi, const T* psi, Rows rows, T* scra
   const Line<T> line(p, rows, scratch);
   line.beta.read(psi, rows.first);
   line.clear_own();
-  for (int64_t h = rows.first; h < rows.last; ++h) {
+  line.for_each_row(rows, [&]<bool is_near_end>(int64_t h, int64_t row) __attribute__((always_inline)) {
     line.read_own(phi, h);
-    if (line.ends_beyond(h, rows.last))
-      correlate_row<true, false>(line, AggregationMaps<T>{}, h, rows, z, static_cast<T*>(nullptr), line.beta);
-    else
-      correlate_row<false, false>(line, AggregationMaps<T>{}, h, rows, z, static_cast<T*>(nullptr), line.beta);
-  }
-}
-
-template <bool is_near_end, class T>
-SAN_INLINE void distribute_row(const Line<T>& line, const AggregationMaps<T>& x, int64_t row, T* to_own,
-                               const PaddedRows<T>& to_psi) {
-  for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
-    line.template distribute<shares, is_near_end>(row, c, part_of(x.w, g, line.K, row * line.W), x.w_end, to_own,
-                                                  to_psi);
+    const int64_t room = (rows.last - h) * line.W;
+    correlate_row<is_near_end, false>(line, AggregationMaps<T>{}, row, room, z, static_cast<T*>(nullptr), line.beta);
   });
 }
 
@@ -291,14 +276,14 @@ void dot_backward(const Aggregation<T>& p, const AggregationMaps<T>& x, const T*
   line.beta.read(x.beta, rows.first);
   to_psi.clear();
   line.clear_own();
-  for (int64_t h = rows.first; h < rows.last; ++h) {
+  line.for_each_row(rows, [&]<bool is_near_end>(int64_t h, int64_t row) __attribute__((always_inline)) {
     line.read_own(phi, h);
-    if (line.ends_beyond(h, rows.last))
-      distribute_row<true>(line, x, h - rows.first, to_own, to_psi);
-    else
-      distribute_row<false>(line, x, h - rows.first, to_own, to_psi);
+    for_each_channel(line.p, [&]<int shares>(int64_t c, int64_t g) __attribute__((always_inline)) {
+      const BandWeights<const T> w = part_of(x.w, g, line.K, row * line.W);
+      line.template distribute<shares, is_near_end>(row, c, w, x.w_end, to_own, to_psi);
+    });
     from_planes<false>(to_own, line.width, p.values, line.W, grad_phi + h * line.W * p.values);
-  }
+  });
   to_psi.add_to(grad_psi, rows.first);
 }
 
@@ -328,10 +313,10 @@ struct Scores {
   }
 };
 
-// Adds the scores to the dot products in w, and replaces them by their softmax.
 template <bool is_known, class T, class Known>
-SAN_INLINE void add_softmax(const Aggregation<T>& p, const DotMaps<T>& x, Rows rows, T* scratch, BandWeights<T> w,
-                            Known* softmax) {
+void dot_weights(const Aggregation<T>& p, const DotMaps<T>& x, Rows rows, T* scratch, BandWeights<T> w,
+                 Known* softmax) {
+  dot(p, x.phi, x.psi, rows, scratch, w);
   const Scores<T> scores(p, rows, scratch);
   const int64_t k = scores.k, K = k * k, width = scores.pixels.width;
   clear_behind(scores.pixels, w.data, p.weights * K);
@@ -369,19 +354,6 @@ SAN_INLINE void add_softmax(const Aggregation<T>& p, const DotMaps<T>& x, Rows r
 }
 
 template <class T>
-void dot_weights(const Aggregation<T>& p, const DotMaps<T>& x, Rows rows, T* scratch, BandWeights<T> w, T* softmax) {
-  dot(p, x.phi, x.psi, rows, scratch, w);
-  add_softmax<false>(p, x, rows, scratch, w, softmax);
-}
-
-template <class T>
-void dot_weights_again(const Aggregation<T>& p, const DotMaps<T>& x, Rows rows, T* scratch, BandWeights<T> w,
-                       const T* softmax) {
-  dot(p, x.phi, x.psi, rows, scratch, w);
-  add_softmax<true>(p, x, rows, scratch, w, softmax);
-}
-
-template <class T>
 void softmax_backward(const Aggregation<T>& p, BandWeights<const T> w, const T* dots, Rows rows, T* scratch,
                       BandWeights<T> grad_w, T* grad_scores) {
   const Scores<T> to(p, rows, scratch);
@@ -411,9 +383,15 @@ void softmax_backward(const Aggregation<T>& p, BandWeights<const T> w, const T* 
 
 template <class T>
 const AggregationKernels<T>& SAN_ISA::aggregation() {
-  static constexpr AggregationKernels<T> kernels{
-      kLanes<T>,       Line<T>::scratch, forward<T>,           backward<T>,        dot<T>,
-      dot_backward<T>, dot_weights<T>,   dot_weights_again<T>, softmax_backward<T>};
+  static constexpr AggregationKernels<T> kernels{kLanes<T>,
+                                                 Line<T>::scratch,
+                                                 forward<T>,
+                                                 backward<T>,
+                                                 dot<T>,
+                                                 dot_backward<T>,
+                                                 dot_weights<false, T, T>,
+                                                 dot_weights<true, T, const T>,
+                                                 softmax_backward<T>};
   return kernels;
 }
 template const AggregationKernels<float>& SAN_ISA::aggregation();

@@ -223,8 +223,7 @@ SAN_INLINE void softmax(const Tile<T>& tile, T* z, T* w, int64_t pitch, Known* t
 }
 
 template <bool is_known, class T, class Known>
-SAN_INLINE void compute_weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, BandWeights<T> w,
-                                Known* softmaxes) {
+void weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, BandWeights<T> w, Known* softmaxes) {
   Tile<T> tile(p, rows, false, scratch);
   const int64_t K = tile.K, P = p.footprint.pixels();
   tile.for_each(maps, rows, [&]() __attribute__((always_inline)) {
@@ -241,17 +240,6 @@ SAN_INLINE void compute_weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows
                         top + p.weights * P);
     }
   });
-}
-
-template <class T>
-void weights(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, BandWeights<T> w, T* softmax) {
-  compute_weights<false>(p, maps, rows, scratch, w, softmax);
-}
-
-template <class T>
-void weights_again(const Pairs<T>& p, const PairMaps<T>& maps, Rows rows, T* scratch, BandWeights<T> w,
-                   const T* softmax) {
-  compute_weights<true>(p, maps, rows, scratch, w, softmax);
 }
 
 // Computes the gradient of z, w (grad_w - sum_j w grad_w), in one row of the footprint, and zeros after the last pixel.
@@ -311,8 +299,9 @@ void weights_backward(const Pairs<T>& p, const PairMaps<T>& maps, BandWeights<co
 
 template <class T>
 const PairKernels<T>& SAN_ISA::pairs() {
-  static constexpr PairKernels<T> kernels{Tile<T>::scratch, moments<T>,       moments_backward<T>,
-                                          weights<T>,       weights_again<T>, weights_backward<T>};
+  static constexpr PairKernels<T> kernels{Tile<T>::scratch,          moments<T>,
+                                          moments_backward<T>,       weights<false, T, T>,
+                                          weights<true, T, const T>, weights_backward<T>};
   return kernels;
 }
 template const PairKernels<float>& SAN_ISA::pairs();
