@@ -148,7 +148,7 @@ def _table_row(
         params=counts.params / 1e6 if counts else None,
         paper_flops=paper.flops,
         flops=counts.flops_paper / 1e9 if counts else None,
-        note=_early_stops(trials, results),
+        note=_ended_early(trials, results),
         settings={key: _as_in_a_grid(value_at(trial.config, key)) for trial in trials[:1] for key in product},
     )
 
@@ -167,14 +167,16 @@ def _matches_paper(trial: Trial) -> bool:
     return are_photographs and class_count(trial) == CLASSES
 
 
-def _early_stops(trials: Sequence[Trial], results: Mapping[str, Result]) -> str | None:
-    stops = [(trial, results[trial.key].stopped_at) for trial in trials if trial.key in results]
-    sentences = [
-        f"{f'seed {trial.seed} ' if len(trials) > 1 else ''}stopped at epoch {epoch} of {trial.config.recipe.epochs}"
-        for trial, epoch in stops
-        if epoch is not None
-    ]
-    return f"{', '.join(sentences)} by early stopping" if sentences else None
+def _ended_early(trials: Sequence[Trial], results: Mapping[str, Result]) -> str | None:
+    sentences = []
+    for trial, result in ((trial, results[trial.key]) for trial in trials if trial.key in results):
+        recipe, epoch, by = trial.config.recipe, result.stopped_at, "early stopping"
+        if result.finished and recipe.patience is not None:
+            epoch, by = result.epochs(recipe.epochs), "recipe.patience"
+        if epoch is not None and epoch < recipe.epochs:
+            which = f"seed {trial.seed} " if len(trials) > 1 else ""
+            sentences.append(f"{which}stopped at epoch {epoch} of {recipe.epochs} by {by}")
+    return ", ".join(sentences) or None
 
 
 def grid_measurements(

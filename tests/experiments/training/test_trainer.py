@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from experiments.config.grid import Trial
+from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun
 from experiments.runs.summary import CONFUSION, Confusion
 from experiments.runs.workspace import Workspace
@@ -139,6 +140,8 @@ def test_trial_ends_without_patience_and_is_finished(open_small_grid: OpenGrid, 
     result = grid_run.tracker.results()[trial.key]
     assert result.finished and result.stopped_at is None
     assert (result.metrics["summary/best_top1"], result.metrics["summary/best_epoch"]) == (30, 2)
+    row = table_rows(grid_run, {trial.key: result})[0]
+    assert row.note == "stopped at epoch 4 of 5 by recipe.patience"
     assert result.epochs(5) == 4 and last_of(workspace.checkpoints(trial), 4).exists()
     assert (workspace.checkpoints(trial) / CONFUSION).exists()
     assert "no better epoch for recipe.patience=2" in workspace.log(trial).read_text()
