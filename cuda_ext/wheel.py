@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,27 +19,23 @@ from cuda_ext.build import PREBUILT, SOURCE_DIR, BuildError, libraries
 
 
 def main() -> None:
-    """Builds the wheel and prints its path. Nothing is left in the source folder."""
+    """Builds the wheel and prints its path."""
     os.environ["SAN_CUDA"] = "0"
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(1))  # else the folder would stay, whose kernels go before the sources
-    shutil.rmtree(PREBUILT, ignore_errors=True)
     folder, built = Path(sys.argv[1]).resolve(), libraries(retry=True)
-    PREBUILT.mkdir()
-    try:
+    with TemporaryDirectory() as temporary:
+        # setuptools packs whatever is in the folder of the build.
+        prebuilt = Path(temporary, "lib", PREBUILT.relative_to(SOURCE_DIR.parent))
+        prebuilt.mkdir(parents=True)
         for part in ("cpu", "resample"):
             library = built[part]
             if isinstance(library, BuildError):
                 raise library
-            shutil.copy(library, PREBUILT / f"{part}.so")
-        with TemporaryDirectory() as temporary:
-            print(_repair(_wheel(temporary), folder))
-    finally:
-        shutil.rmtree(PREBUILT)
+            shutil.copy(library, prebuilt / f"{part}.so")
+        print(_repair(_wheel(temporary), folder))
 
 
 def _wheel(folder: str) -> Path:
-    """Builds in a new folder, because setuptools would pack whatever an earlier build left in `build`."""
+    """Builds in this folder, because `build` may have files of an earlier build."""
     tag = ["--python-tag", "py3", "--plat-name", f"linux_{platform.machine()}"]
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "build", "--build-base", folder]
     command += ["bdist_wheel", *tag, "--bdist-dir", f"{folder}/wheel", "--dist-dir", folder]
