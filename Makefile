@@ -157,4 +157,4 @@ $(VENV)/.installed: requirements.txt setup.py pyproject.toml $(shell $(IS_CURREN
 
 # Leaves data/ and runs/ alone: they hold work.
 clean:
-	rm -rf $(VENV) .venv-torch-* .venv-latest $(CLIENTS) build dist site *.egg-info
+	rm -rf $(VENV) .venv-torch-* .venv-latest $(CLIENTS) build dist site *.egg-info cuda_ext/prebuilt

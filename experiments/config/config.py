@@ -388,6 +388,9 @@ def combination_errors(config: TrialConfig) -> Iterator[tuple[str, str]]:
     """Values that are valid, but not in combination, as (path of the key, error)."""
     yield from _recipe_errors(config)
     yield from _engine_errors(config)
+    if config.data.folder is None and config.data.source != "synthetic":
+        example = "add the folder of your images, such as data.root=/path/to/images"
+        yield "data.source", f"{config.data.source} needs data.root; {example}"
     workers, gpus = config.resources.workers, config.resources.gpus
     if gpus > 1:
         yield "resources.gpus", f"must be at most 1, as a worker uses one GPU, not {gpus:g}; for more, set resources.workers"

@@ -168,15 +168,15 @@ def _matches_paper(trial: Trial) -> bool:
 
 
 def _ended_early(trials: Sequence[Trial], results: Mapping[str, Result]) -> str | None:
-    sentences = []
+    stops: dict[str, list[str]] = {}
     for trial, result in ((trial, results[trial.key]) for trial in trials if trial.key in results):
         recipe, epoch, by = trial.config.recipe, result.stopped_at, "early stopping"
         if result.finished and recipe.patience is not None:
             epoch, by = result.epochs(recipe.epochs), "recipe.patience"
         if epoch is not None and epoch < recipe.epochs:
             which = f"seed {trial.seed} " if len(trials) > 1 else ""
-            sentences.append(f"{which}stopped at epoch {epoch} of {recipe.epochs} by {by}")
-    return ", ".join(sentences) or None
+            stops.setdefault(by, []).append(f"{which}stopped at epoch {epoch} of {recipe.epochs}")
+    return "; ".join(f"{', '.join(each)} by {by}" for by, each in stops.items()) or None
 
 
 def grid_measurements(

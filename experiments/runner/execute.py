@@ -293,8 +293,9 @@ def _early_stopping(grid_run: GridRun, results: Mapping[str, Result]) -> Iterato
     from cluster.halving import SuccessiveHalving, on_the_head  # imports Ray Tune
 
     before = {trial.key: results[trial.key].run_id for trial in grid_run.trials if is_done(grid_run, results, trial)}
-    history = grid_run.tracker.history
-    known = {key: [top1 for _, top1 in history(run_id, "val/top1")] for key, run_id in before.items()}
+    tracker = grid_run.tracker
+    histories = {key: retry(functools.partial(tracker.history, run_id, "val/top1")) for key, run_id in before.items()}
+    known = {key: [top1 for _, top1 in history] for key, history in histories.items()}
     settings = stopping.grace_epochs, stopping.reduction, grid_run.trials[0].config.recipe.epochs, known
     with (
         nullcontext(SuccessiveHalving(*settings).should_continue)

@@ -10,6 +10,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -484,7 +485,8 @@ def _by_definition(define: Callable[..., Any], grads: Sequence[Tensor], inputs: 
     views = [x.view_as(x) if isinstance(x, Tensor) else x for x in inputs]
     wanted = [x for x in views if isinstance(x, Tensor) and x.requires_grad]
     wide = torch.promote_types(inputs[0].dtype, torch.float32)
-    with torch.autocast(inputs[0].device.type, enabled=False):
+    kind = inputs[0].device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         outputs = define(*(x.to(wide) if isinstance(x, Tensor) else x for x in views))
         wide_grads = [grad.to(wide) for grad in grads]
         gradients = iter(torch.autograd.grad(outputs, wanted, wide_grads, create_graph=True, allow_unused=True))

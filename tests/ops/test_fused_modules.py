@@ -462,6 +462,13 @@ def test_gradient_penalty_equals_the_reference(kind: str, training: bool) -> Non
         assert_close(ours, penalty(module, x), 1e-9, 1e-8)
 
 
+def test_gradient_penalty_on_the_meta_device() -> None:
+    module, x = Setting("pairwise").module(), Setting("pairwise").x()
+    with pytest.warns(UserWarning, match="create_graph"):
+        found = penalty(module.to("meta"), x.to("meta").requires_grad_())
+    assert all(grad.is_meta for grad in found.values())
+
+
 @every_kind
 def test_gradients_that_can_be_differentiated_are_as_precise_inside_an_autocast_block(kind: str) -> None:
     module, x = Setting(kind).module(torch.float32), Setting(kind).x(torch.float32).requires_grad_()

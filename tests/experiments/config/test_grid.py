@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from experiments.config.config import GRIDS_DIR, PROJECT_DIR, DataConfig, ModelConfig, RecipeConfig, TrialConfig
+from experiments.config.config import GRIDS_DIR, DataConfig, ModelConfig, RecipeConfig, TrialConfig
 from experiments.config.expand import Expanded, read_grid
 from experiments.config.expand import expand as expand_grid
 from experiments.config.grid import GridRequest, Trial
@@ -30,7 +30,7 @@ def error_message(call: Callable[[], object]) -> str:
 @functools.cache
 def trials_of_the_paper(profile: str) -> dict[str, dict[str, Trial]]:
     """The trials of each grid."""
-    return {path.stem: expand(path, profile=profile) for path in GRIDS}
+    return {path.stem: expand(path, "data.root=images", profile=profile) for path in GRIDS}
 
 
 def expand(path: Path, *overrides: str, profile: str = "digits") -> dict[str, Trial]:
@@ -382,11 +382,6 @@ def test_relative_paths_of_grid_and_overrides_are_relative_to_the_current_folder
         assert expand(path, f"data.root={root}")["a"].config.data.root == os.path.expanduser(root)
 
 
-def test_other_images_are_not_read_from_the_folder_of_the_digits() -> None:
-    assert expand(SMALL_GRID)["pairwise_3"].config.data.folder == PROJECT_DIR / "data/digits"
-    assert expand(SMALL_GRID, "data.source=folder")["pairwise_3"].config.data.folder is None
-
-
 def test_text_of_an_override_is_not_yaml(write_grid: WriteGrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = write_grid("question: q\nbase: {data: {source: folder}}\nrows: [{id: a, model: {name: resnet26}}]")
@@ -480,6 +475,7 @@ def test_rejects_early_stopping(rows: str, stopping: str, message: str, write_gr
         (["recipe=3"], "override 'recipe=3': recipe: "),
         (["model=resnet26"], "override 'model=resnet26': model: "),
         (["data.flip=perhaps"], "override 'data.flip=perhaps': data.flip: "),
+        (["data.source=folder"], "override 'data.source=folder': data.source: folder needs data.root"),
         (["recipe.epochs=10000"], "9999"),
         (["recipe.ema_decay=1"], "less than 1"),
         (["recipe.precision=float16"], "'bfloat16'"),
