@@ -57,10 +57,8 @@ class JobServer:
         """
         self.address = (address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")).rstrip("/")
         if not self.address.startswith(("http://", "https://")):
-            raise ClusterError(
-                f"{self.address!r} is not the address of a job server; give --address http://HOST:8265, or set "
-                "RAY_API_SERVER_ADDRESS"
-            )
+            found = f"{self.address!r} is not the address of a job server" if self.address else "no address of a job server"
+            raise ClusterError(f"{found}; give --address http://HOST:8265, or set RAY_API_SERVER_ADDRESS")
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray's client prefers it to its argument
         with self._errors():
             requests.get(f"{self.address}/api/version", timeout=SECONDS_TO_ANSWER)  # Ray's client would wait without end

@@ -35,7 +35,7 @@ def run(request: GridRequest, address: str | None) -> bool:
     try:
         prepare(grid_run)
         grid_run.tracker.log_report(files, grid_run.suffix[1:] or None, complete)
-    except TrackerError as error:
+    except (TrackerError, UserError) as error:
         print_status(f"the report in MLflow was not updated: {error}")
     return complete
 

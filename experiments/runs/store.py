@@ -139,9 +139,7 @@ class LocalStore(Store):
         return str(self.folder / name)
 
     def check(self) -> None:
-        """The folder is created when it is needed. Raises UserError if it is a file."""
-        if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"{self.folder}: a file, but runs are stored in a folder; choose another one with --runs")
+        """Does nothing: the folder is created when it is needed."""
 
     def read(self, name: str) -> bytes | None:
         try:

@@ -72,11 +72,14 @@ def open_store(runs: str | Path | None = None) -> Store:
     """The store in a folder or at an address such as `s3://bucket/prefix`, or at `default_runs`; makes no request.
 
     Raises:
-        UserError: the address is not valid or contains a password.
+        UserError: a file instead of a folder; or the address is not valid or contains a password.
     """
     runs = runs or default_runs()
     if not is_uri(runs):
-        return LocalStore(Path(os.path.expanduser(runs)).resolve())
+        folder = Path(os.path.expanduser(runs)).resolve()
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder}: a file, but runs are stored in a folder; choose another one with --runs")
+        return LocalStore(folder)
     if not is_bucket(str(runs)):
         kind = str(runs).partition("://")[0]
         raise UserError(f"{kind}://...: runs cannot be stored here; expected a folder or a bucket such as s3://bucket/prefix")

@@ -169,7 +169,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("plan footprnt", ["footprnt", "did you mean `footprint`?"]),
         ("plan {grid} --only resnet26", ["--only resnet26", "did you mean `resnet26_3`?"]),
         ("run {grid} resources.workers=2 recipe.batch_size=1", ["batch"]),
-        ("plan {grid} --runs {files}/a.txt", ["a.txt", "--runs"]),
+        ("runs --runs {files}/a.txt", ["a.txt", "--runs"]),
         ("pln {grid}", ["Did you mean 'plan'?"]),
         ("trian {grid}", ["'trian'", "Choose from: ", "run"]),
         ("run {grid} data.root=/proc/x", ["/proc/x", "data.root"]),

@@ -1,6 +1,7 @@
 """`san run` and `san study` from plan to table, in this process, with a training that only writes results."""
 
 import csv
+import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +141,11 @@ def test_report_in_mlflow_is_current(open_text: OpenGrid, trained: list[str], mo
     assert run(grid_run.request, None)
     status, files = reported_in_mlflow(grid_run)
     assert status == "FINISHED" and "| b | 77.0 |" in files["table.md"] and "77.0" in files["report.html"]
+
+    locks = grid_run.workspace.runs / "locks"
+    shutil.rmtree(locks)
+    locks.touch()  # as if the folder could not be written; who may only read it gets the table
+    assert run(grid_run.request, None)
 
 
 @pytest.mark.usefixtures("plain_report")
