@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -111,11 +110,3 @@ def _print_stacks(item: pytest.Item) -> None:
     capture = item.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print(text, file=sys.stderr, flush=True)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says in one line what was not tested and why."""
-    skipped = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
-    if skipped:
-        reasons = "; ".join(f"{count} {'tests' if count > 1 else 'test'}: {reason}" for reason, count in skipped.items())
-        terminalreporter.write_line(f"not tested: {reasons}", yellow=True)

@@ -47,7 +47,7 @@ def main() -> None:
             print(output)
         variables = " ".join(f"{name}={value}" for name, value in SETTINGS[instructions].items())
         *lines, last = output.strip().splitlines()
-        print(f"{instructions} ({variables}): {last}", *(line for line in lines if line.startswith("not tested: ")), sep="\n")
+        print(f"{instructions} ({variables}): {last}", *(line for line in lines if line.startswith("SKIPPED ")), sep="\n")
     if missing := [name for name in ("AVX-512", *SETTINGS) if name not in available]:
         print(f"not tested: {', '.join(missing)}, which this {'' if available else 'non-x86 '}processor lacks")
     sys.exit(failed)

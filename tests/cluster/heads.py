@@ -38,8 +38,8 @@ class RayHead:
     folder: Path
     address: str
     """For drivers."""
-    job_server: str | None
-    """None without a dashboard."""
+    job_server: str
+    """Empty without a dashboard."""
 
 
 @contextmanager
@@ -77,4 +77,4 @@ def _start(options: tuple[str, ...], environment: Mapping[str, str]) -> RayHead:
     said = re.sub(r"\x1b\[\d+m", "", log.read_text())
     (address,) = re.findall(r"ray start --address='(\S+)'", said)
     server = re.search(r"RAY_API_SERVER_ADDRESS='(\S+)'", said)
-    return RayHead(process, folder, address, server and server[1])
+    return RayHead(process, folder, address, server[1] if server else "")

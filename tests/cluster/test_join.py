@@ -16,18 +16,6 @@ from tests.cluster.heads import ray_head
 from tests.cluster.processes import kill_ray
 from tests.experiments.drivers import PATIENCE, clean_environment
 
-JOIN = """
-import sys
-from cluster import ClusterError
-from cluster.session import session
-try:
-    with session(*sys.argv[1:]) as resources:
-        print(repr(resources))
-except ClusterError as error:
-    print("refused:", error)
-"""
-
-
 SWEEP = """
 import sys
 from cluster import Placement
@@ -35,8 +23,8 @@ from cluster.session import session
 from cluster.sweep import sweep
 from tests.cluster import functions
 memory = functions.Memory()
-with session(sys.argv[1]) as resources:
-    outcomes = sweep(functions.describing, {"trial": ""}, Placement(), storage=sys.argv[2], observer=memory)
+with session() as resources:
+    outcomes = sweep(functions.describing, {"trial": ""}, Placement(), storage=sys.argv[1], observer=memory)
 print(resources, outcomes["trial"].error, [report["sees_gpus"] for report in memory.of("trial")])
 """
 
@@ -55,8 +43,7 @@ def test_driver_joins_a_cluster_that_others_started(tmp_path: Path) -> None:
     """And leaves it running. Trials without GPUs see none, although only a setting of the cluster would make Ray hide them."""
     with ray_head("--num-cpus=3", "--include-dashboard=false", environment={"CUDA_VISIBLE_DEVICES": "0,1"}) as head:
         resources = Resources((Node(3, 0),))
-        assert run_script(JOIN, RAY_ADDRESS=head.address) == repr(resources)
-        assert run_script(SWEEP, head.address, str(tmp_path)) == f"{resources} None [0.0]"
+        assert run_script(SWEEP, str(tmp_path), RAY_ADDRESS=head.address) == f"{resources} None [0.0]"
 
 
 def test_address_of_a_job_server_is_refused() -> None:
@@ -82,9 +69,9 @@ def test_driver_ends_if_the_head_of_its_cluster_does_not_answer(by: int) -> None
         command = [sys.executable, "-u", "-c", WAIT, head.address]
         environment = clean_environment() | {"PYTHONPATH": str(PROJECT_DIR)}
         with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=PIPE, text=True) as driver:
-            assert driver.stdout is not None and driver.stdout.readline() == "joined\n"
-            kill_ray("gcs_server", str(head.folder), by)
             try:
+                assert driver.stdout is not None and driver.stdout.readline() == "joined\n"
+                kill_ray("gcs_server", str(head.folder), by)
                 said, errors = driver.communicate(timeout=PATIENCE)
             finally:
                 driver.kill()

@@ -10,10 +10,8 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -24,63 +22,43 @@ from cluster import ClusterError
 from cluster.submit import JobServer
 from experiments.config.config import PROJECT_DIR
 from experiments.runs.provenance import git_commit
-from tests.cluster.heads import ray_head
+from tests.cluster.heads import RayHead, ray_head
 from tests.cluster.processes import MARK, marked, wait_until_gone
-from tests.cluster.test_join import JOIN, run_script
+from tests.cluster.test_join import run_script
 from tests.experiments.cli.test_submit import GRID, ODD_NAME
-from tests.experiments.drivers import LEFT_OUT, PATIENCE, clean_environment
+from tests.experiments.drivers import LEFT_OUT, PATIENCE, clean_environment, wait_until
 
-
-@dataclass(frozen=True)
-class Head:
-    """A Ray head that requires a token: addresses of its job server and for drivers, the token, and its folder."""
-
-    address: str
-    gcs: str
-    token: str
-    folder: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The environment of a user with the token."""
-        return clean_environment() | {
-            "RAY_API_SERVER_ADDRESS": self.address,
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": self.token,
-            "PYTHONPATH": str(PROJECT_DIR),
-        }
+TOKEN = secrets.token_hex(32)
+WITH_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[Head]:
-    token = secrets.token_hex(32)
+def head() -> Iterator[RayHead]:
+    """A head that requires `TOKEN`."""
     # Without RAY_LOGGER_LEVEL, Ray writes the environment of jobs to a log of the node.
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_LOGGER_LEVEL": "warning"}
+    environment = WITH_TOKEN | {"RAY_LOGGER_LEVEL": "warning"}
     with ray_head("--num-cpus=2", "--dashboard-host=127.0.0.1", environment=environment) as started:
-        assert started.job_server is not None
-        yield Head(started.job_server, started.address, token, started.folder)
+        yield started
+
+
+def of_user(head: RayHead) -> dict[str, str]:
+    """The environment of a user with the token."""
+    return clean_environment() | WITH_TOKEN | {"RAY_API_SERVER_ADDRESS": head.job_server, "PYTHONPATH": str(PROJECT_DIR)}
 
 
 San = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def san(head: Head, tmp_path: Path) -> San:
+def san(head: RayHead, tmp_path: Path) -> San:
     """Runs `san` in a process, outside of the project's folder, with the token and other variables."""
 
     def call(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "experiments", *arguments]
-        environment = head.environment | variables
+        environment = of_user(head) | variables
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
     return call
-
-
-def until(happened: Callable[[], bool]) -> None:
-    limit = time.monotonic() + PATIENCE
-    while not happened():
-        assert time.monotonic() < limit
-        time.sleep(0.2)
 
 
 def read(database: Path, question: str) -> list[str]:
@@ -116,7 +94,7 @@ def holds(path: Path, secret: str) -> bool:
 
 
 @pytest.mark.slow
-def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) -> None:
+def test_submits_a_grid_and_keeps_secrets(head: RayHead, san: San, tmp_path: Path) -> None:
     secret, runs, seen = secrets.token_hex(16), tmp_path / "runs", tmp_path / "seen"
     seen.mkdir()
     (tmp_path / ODD_NAME).write_text(GRID + "imports: [witness.py]\n")
@@ -141,28 +119,28 @@ def test_submits_a_grid_and_keeps_secrets(head: Head, san: San, tmp_path: Path) 
     assert "1 trial, 1 already finished, 0 to train" in again.stdout
     assert read(runs / "mlflow.db", STATES) == ["FINISHED"]
     assert set(read(runs / "mlflow.db", COMMITS)) == {git_commit()}, "the commit of the job's copy of the project"
-    client = JobSubmissionClient(head.address, headers={"Authorization": f"Bearer {head.token}"})
+    client = JobSubmissionClient(head.job_server, headers={"Authorization": f"Bearer {TOKEN}"})
     jobs = [job for job in client.list_jobs() if (job.submission_id or "").startswith("it-s")]
     # The name of the uploaded folder depends on its content, so Ray uploads it only once.
     assert len(jobs) == 2 and len({(job.runtime_env or {})["working_dir"] for job in jobs}) == 1
-    assert all(head.token not in job.model_dump_json() for job in jobs)
+    assert all(TOKEN not in job.model_dump_json() for job in jobs)
 
 
 @pytest.mark.slow
-def test_ray_job_stop_ends_the_trials(head: Head, san: San, tmp_path: Path) -> None:
+def test_ray_job_stop_ends_the_trials(head: RayHead, san: San, tmp_path: Path) -> None:
     (tmp_path / "long.yaml").write_text(GRID)
     runs = tmp_path / "runs"
     arguments = ("submit", "long.yaml", "--runs", str(runs), "--no-wait", "--env", MARK, "recipe.epochs=1000")
     first = san(*arguments, **{MARK: str(tmp_path)})
     assert first.returncode == 0, first.stderr
     (stop,) = re.findall("ray job stop .*", first.stderr)
-    assert stop == f"ray job stop {first.stdout.strip()} --address {head.address}"
+    assert stop == f"ray job stop {first.stdout.strip()} --address {head.job_server}"
 
-    until(lambda: (runs / "mlflow.db").exists() and read(runs / "mlflow.db", STATES) == ["RUNNING"])
+    wait_until(lambda: (runs / "mlflow.db").exists() and read(runs / "mlflow.db", STATES) == ["RUNNING"])
     assert marked(str(tmp_path))
 
     ray = [sys.executable, "-m", "ray.scripts.scripts", *stop.split()[1:]]
-    stopped = subprocess.run(ray, env=head.environment, capture_output=True, text=True, timeout=PATIENCE)
+    stopped = subprocess.run(ray, env=of_user(head), capture_output=True, text=True, timeout=PATIENCE)
     assert stopped.returncode == 0, stopped.stdout + stopped.stderr
     wait_until_gone(str(tmp_path))
     assert read(runs / "mlflow.db", STATES) == ["KILLED"]
@@ -176,17 +154,28 @@ def test_exit_code_is_that_of_the_job(san: San, tmp_path: Path) -> None:
     assert "/nowhere" in done.stdout and "exited with code 2" in done.stderr
 
 
+JOIN = """
+import sys
+from cluster import ClusterError
+from cluster.session import session
+try:
+    with session(*sys.argv[1:]) as resources:
+        print(repr(resources))
+except ClusterError as error:
+    print("refused:", error)
+"""
+
+
 @pytest.mark.slow
-def test_cluster_needs_the_token(head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_needs_the_token(head: RayHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in LEFT_OUT:
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ClusterError, match="rejected the token or requires one"):
-        JobServer(head.address)
+        JobServer(head.job_server)
     without = {"HOME": str(tmp_path), "PYTHONPATH": str(PROJECT_DIR)}
-    assert run_script(JOIN, head.gcs, **without).startswith(f"refused: cannot join a Ray cluster at '{head.gcs}'")
-    with_token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": head.token}
-    assert run_script(JOIN, head.gcs, **without, **with_token).startswith("Resources(")
+    assert run_script(JOIN, head.address, **without).startswith(f"refused: cannot join a Ray cluster at '{head.address}'")
+    assert run_script(JOIN, head.address, **without, **WITH_TOKEN).startswith("Resources(")
 
 
 @pytest.mark.parametrize(

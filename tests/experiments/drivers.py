@@ -26,11 +26,12 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
 
 
-def wait_until(happened: Callable[[], object], process: subprocess.Popen[Any], log: Path) -> None:
-    """Fails with the log if the process ends before that."""
+def wait_until(happened: Callable[[], object], process: subprocess.Popen[Any] | None = None, log: Path | None = None) -> None:
+    """Fails if that takes too long or if the process ends before; with the log, if there is one."""
     limit = time.monotonic() + PATIENCE
     while not happened():
-        assert process.poll() is None and time.monotonic() < limit, log.read_text()
+        ended = process is not None and process.poll() is not None
+        assert not ended and time.monotonic() < limit, log and log.read_text()
         time.sleep(0.05)
 
 

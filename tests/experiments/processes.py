@@ -77,8 +77,7 @@ def together(function: Callable[..., object], folder: Path, *arguments: object) 
     parts = [SERVER.Process(target=_call, args=(rank, folder, function, arguments), daemon=True) for rank in range(2)]
     for part in parts:
         part.start()
-    for part in parts:
-        part.join()
+    assert ended(parts) == [0, 0]
     return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -60,6 +60,14 @@ def logged_epochs(grid_run: GridRun) -> dict[tuple[str, str, str], list[int]]:
     return epochs
 
 
+def assert_complete(grid_run: GridRun, epochs: int) -> None:
+    """Every selected trial is finished, and MLflow has one run for it, with each of its epochs once."""
+    logged, results = logged_epochs(grid_run), grid_run.tracker.results()
+    assert sorted(row for row, _, _ in logged) == sorted(trial.row for trial in grid_run.selected)
+    assert all(sorted(steps) == [*range(epochs)] for steps in logged.values()), logged
+    assert all(results[trial.key].finished for trial in grid_run.selected)
+
+
 def silent(metrics: Mapping[str, float]) -> None:
     """Ignores reports."""
 

@@ -8,7 +8,6 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import boto3
@@ -103,9 +102,13 @@ def test_grid_runs_without_a_shared_folder(
         (("runs",), "1/1"),
     ):
         monkeypatch.setattr(sys, "argv", ["san", *command, "--runs", bucket.address])
-        with suppress(SystemExit):
+        code = None
+        try:
             main()
+        except SystemExit as error:
+            code = error.code
         output = "".join(capfd.readouterr())
+        assert not code, output
         assert expected in output
         assert secret not in output
     files = all_files(bucket)

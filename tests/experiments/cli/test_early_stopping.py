@@ -13,10 +13,11 @@ from experiments.report.data import table_rows
 from experiments.runner.grid_run import GridRun, known_results, open_grid_run
 from experiments.runner.plan import plan, to_train
 from experiments.tracking.listing import list_runs
-from experiments.tracking.tracker import Tracker
-from tests.experiments.conftest import OpenGrid, Place, WriteGrid
+from experiments.training.checkpoint import Checkpoint, last_of
+from experiments.training.trainer import run_trial
+from tests.experiments.conftest import OpenGrid, WriteGrid
 from tests.experiments.processes import ended, reports, start
-from tests.experiments.samples import EPOCH, finish_trial
+from tests.experiments.samples import EPOCH, finish_trial, silent
 
 SHORT = ("recipe.epochs=3", "recipe.batch_size=50", "data.train_per_class=20")
 GRID = """
@@ -34,17 +35,14 @@ def stop_after_two_epochs(key: str, top1: Sequence[float]) -> bool:
 
 
 @pytest.mark.slow
-def test_stopped_trial_resumes_without_early_stopping(open_small_grid: OpenGrid, place: Place) -> None:
-    """A stopped trial of two workers has its run and checkpoints. Without early stopping, it trains the other epochs."""
-    world = 2
-    trial = open_small_grid(*SHORT, "resources.workers=2").trials[1]
-    workspace = place("here")
-    tracker = Tracker(workspace.tracking_uri, trial.grid, trial.profile)
+def test_stopped_trial_resumes_without_early_stopping(open_small_grid: OpenGrid, process_group: None) -> None:
+    """A stopped trial of two workers has its run and checkpoints. One worker trains the rest without early stopping."""
+    grid_run, world = open_small_grid(*SHORT, "resources.workers=2"), 2
+    trial, workspace, tracker = grid_run.trials[1], grid_run.workspace, grid_run.tracker
     assert ended(start(workspace, trial, world, should_continue=stop_after_two_epochs)) == [0] * world
 
     result = tracker.results()[trial.key]
     assert (result.finished, result.stopped_at) == (False, 2)
-    assert Tracker(workspace.tracking_uri, trial.grid, "other").results().get(trial.key) is None, "only this grid stopped it"
     (listed,) = list_runs(workspace.tracking_uri, None)
     assert (listed.state, listed.epoch, listed.epochs) == ("stopped", 2, 3)
     for rank in range(world):
@@ -54,12 +52,15 @@ def test_stopped_trial_resumes_without_early_stopping(open_small_grid: OpenGrid,
     assert sorted(path.name for path in folder.glob("*.pt")) == [f"epoch-000{n}-step-0000000.pt" for n in (1, 2)]
     assert "stopped at epoch 2 of 3 by early stopping" in workspace.log(trial).read_text()
 
-    assert ended(start(workspace, trial, world)) == [0] * world
+    run_trial(workspace, trial, silent)
+    log = workspace.log(trial).read_text()
+    assert "resuming from epoch-0002" in log
+    assert "the number of workers changed from 2 to 1: BatchNorm resumes from the mean" in log
+    assert Checkpoint.read(last_of(folder, 3)).workers == 1
     result = tracker.results()[trial.key]
     assert (result.finished, result.stopped_at) == (True, None)
     history = tracker.client.get_metric_history(result.run_id, "val/top1")
     assert sorted(metric.step for metric in history) == [0, 1, 2]
-    assert "resuming from epoch-0002" in workspace.log(trial).read_text()
 
 
 def test_only_the_grid_that_stopped_a_trial_leaves_it_so(write_grid: WriteGrid, runs: Path) -> None:

@@ -19,7 +19,7 @@ from cluster.session import only_session
 from experiments.cli.run import run
 from experiments.config.grid import GridRequest, Trial
 from experiments.runner import execute
-from experiments.runner.grid_run import GridRun, known_results, open_grid_run
+from experiments.runner.grid_run import known_results, open_grid_run
 from experiments.runner.plan import missing_measurements
 from experiments.runs.claims import StopRequest
 from experiments.runs.workspace import Workspace
@@ -28,7 +28,7 @@ from experiments.training.trainer import run_trial
 from tests.cluster.processes import AGENTS, MARK, kill_ray, marked, wait_until_gone
 from tests.experiments.conftest import SMALL_GRID, OpenGrid, WriteGrid
 from tests.experiments.drivers import Driver, wait_until
-from tests.experiments.samples import logged_epochs, runs_of
+from tests.experiments.samples import assert_complete, runs_of
 
 Start = Callable[..., Driver]
 AGAIN = "Finished epochs are kept; run the same command again to continue"
@@ -49,14 +49,6 @@ def start(tmp_path: Path, empty_database: Path) -> Iterator[Start]:
 
 def checkpoints(folder: Path) -> set[Path]:
     return set(folder.glob("runs/checkpoints/*/epoch-*.pt"))
-
-
-def assert_complete(grid_run: GridRun, epochs: int) -> None:
-    """Every row of the small grid is finished, and MLflow has each of its epochs once."""
-    logged = logged_epochs(grid_run)
-    assert sorted(row for row, _, _ in logged) == ["pairwise_3", "patchwise_3", "resnet26_3"]
-    assert all(steps == [*range(epochs)] for steps in logged.values()), logged
-    assert all(result.finished for result in grid_run.tracker.results().values())
 
 
 def test_grid_is_trained_with_every_real_part(start: Start, tmp_path: Path) -> None:

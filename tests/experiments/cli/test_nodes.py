@@ -7,11 +7,11 @@ import pytest
 
 from experiments.config.config import PROJECT_DIR
 from experiments.config.grid import GridRequest
-from experiments.runner.grid_run import GridRun, open_grid_run
+from experiments.runner.grid_run import open_grid_run
 from tests.cluster.nodes import Nodes, nodes, separate_addresses
 from tests.docs.test_guides import blocks
 from tests.experiments.drivers import Driver, wait_until
-from tests.experiments.samples import logged_epochs
+from tests.experiments.samples import assert_complete
 from tests.faults.witness import Step, steps_of
 
 CHECK_EVERY = 5
@@ -77,15 +77,7 @@ def test_lost_node_costs_at_most_one_checkpoint_interval(grid: Path, tmp_path: P
     twice = len(numbers) - EPOCHS * STEPS
     assert set(numbers) == set(range(1, EPOCHS * STEPS + 1))
     assert 0 <= twice <= failures * CHECK_EVERY
-    _assert_complete(grid_run)
-
-
-def _assert_complete(grid_run: GridRun) -> None:
-    """Checks that every trial is finished, and that MLflow has one run for it, with each epoch once."""
-    results = grid_run.tracker.results()
-    assert [results[trial.key].finished for trial in grid_run.selected] == [True] * len(grid_run.selected)
-    epochs = [sorted(steps) for steps in logged_epochs(grid_run).values()]
-    assert epochs == [list(range(EPOCHS))] * len(grid_run.selected)
+    assert_complete(grid_run, EPOCHS)
 
 
 def test_trial_of_a_node_without_a_network_goes_on_elsewhere(grid: Path, tmp_path: Path) -> None:
@@ -109,4 +101,4 @@ def test_trial_of_a_node_without_a_network_goes_on_elsewhere(grid: Path, tmp_pat
     steps = steps_of(runs)
     assert len({step.pid for step in steps}) > 1
     assert {step.number for step in steps} == set(range(1, EPOCHS * STEPS + 1))
-    _assert_complete(open_grid_run(GridRequest(grid, "digits", ONE_WORKER, runs, only=("cnn",))))
+    assert_complete(open_grid_run(GridRequest(grid, "digits", ONE_WORKER, runs, only=("cnn",))), EPOCHS)

@@ -23,10 +23,12 @@ def test_serves_the_runs_until_it_is_interrupted(open_small_grid: OpenGrid, reje
     environment = clean_environment()
     with open(log, "w") as out:
         process = subprocess.Popen(command, cwd=PROJECT_DIR, env=environment, stdout=out, stderr=out, start_new_session=True)
-    address = f"http://127.0.0.1:{port_in(log, process)}"
-    wait_until(lambda: responds(f"{address}/health"), process, log)
-    assert "cannot be used" in rejected("ui", "--runs", grid_run.workspace.runs, "--port", address.rpartition(":")[2])
-    os.killpg(process.pid, signal.SIGINT)
+    try:
+        address = f"http://127.0.0.1:{port_in(log, process)}"
+        wait_until(lambda: responds(f"{address}/health"), process, log)
+        assert "cannot be used" in rejected("ui", "--runs", grid_run.workspace.runs, "--port", address.rpartition(":")[2])
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
     assert process.wait(timeout=PATIENCE) == 0
     text = log.read_text()
     assert "Traceback" not in text and not responds(f"{address}/health")

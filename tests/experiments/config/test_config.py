@@ -56,7 +56,7 @@ def test_rejects_a_boolean_for_a_number(field: str) -> None:
         assert [error for error in wrong.value.errors() if error["loc"][0] == name], value
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", {type(spec): name for name, spec in VARIANTS.items()}.values())
 def test_rejects_a_boolean_for_a_number_of_a_model(variant: str) -> None:
     spec = model_spec(variant)
     for field in spec.__dataclass_fields__.keys() - {"name"}:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from experiments.config.config import GRIDS_DIR
 from experiments.config.grid import GridRequest
 from experiments.evaluation.robustness import PROTOCOLS
 from experiments.paper.tables import paper_numbers
@@ -112,14 +111,10 @@ def test_model_too_large_for_the_images_of_the_paper_has_no_counts(write_grid: W
     assert (line.params, line.flops, line.paper_params) == (None, None, 10.5)
 
 
-def test_table_of_the_paper_has_every_number_and_row(tmp_path: Path) -> None:
+def test_table_of_the_paper_has_every_number() -> None:
     for name, protocol in PROTOCOLS.items():
-        grid_run = open_grid_run(GridRequest(GRIDS_DIR / f"{name}.yaml", "imagenet", ("data.source=synthetic",), tmp_path))
-        assert grid_run.grid.robustness == grid_run.grid.table == name
         columns = [f"{condition.name}_{number}" for condition in protocol.conditions for number in condition.numbers]
-        paper = paper_numbers(name)
-        assert list(paper) == [row.id for row in grid_run.grid.rows], name
-        assert all(list(numbers) == columns for numbers in paper.values()), name
+        assert all(list(numbers) == columns for numbers in paper_numbers(name).values()), name
 
 
 def test_drops_match_the_paper() -> None:

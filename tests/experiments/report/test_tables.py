@@ -12,7 +12,6 @@ import pytest
 import experiments
 import san
 from experiments.config.grid import GridRequest
-from experiments.errors import UserError
 from experiments.report.data import TableRow, table_rows
 from experiments.report.tables import Table, csv_text, grid_table
 from experiments.runner.grid_run import open_grid_run
@@ -143,5 +142,3 @@ def test_a_trial_that_is_not_finished_has_no_metrics(open_small_grid: OpenGrid) 
 
 def test_grids_of_the_project_are_known_by_name(tmp_path: Path) -> None:
     assert len(experiments.load_results("footprint", runs=tmp_path)) == 13
-    with pytest.raises(UserError, match="did you mean `footprint`"):
-        experiments.load_results("footprnt")

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.runs.store import LocalStore, StorageError, Store
-from tests.experiments.samples import full_disk
+from experiments.runs.store import Store
 
 
 def test_files_round_trip(store: Store) -> None:
@@ -33,11 +32,3 @@ def test_uploaded_file_is_downloaded(store: Store, tmp_path: Path, monkeypatch: 
     store.write("logs/a.log", b"of another node")
     store.download(store.folder / "logs/a.log")
     assert (store.folder / "logs/a.log").read_text() == "of another node"
-
-
-def test_write_leaves_the_old_file_if_the_disk_is_full(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    store.write("a", b"old")
-    with full_disk(), pytest.raises(StorageError, match=r"a: cannot write \(File too large\)"):
-        store.write("a", bytes(2000))
-    assert store.read("a") == b"old" and [path.name for path in tmp_path.iterdir()] == ["a"]

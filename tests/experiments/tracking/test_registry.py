@@ -42,18 +42,13 @@ def models(grid_run: GridRun) -> list[LoggedModel]:
     return list(grid_run.tracker.client.search_logged_models([experiment.experiment_id]))
 
 
-def best_of(grid_run: GridRun, trial: int) -> Checkpoint:
-    best = best_in(grid_run.workspace.store, grid_run.workspace.folder(grid_run.trials[trial]))
-    assert best is not None
-    return best
-
-
 def test_best_weights_are_registered(open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     grid_run = open_small_grid(*SHORT, "recipe.ema_decay=0.5")
     trial = grid_run.trials[2]
     validated = run_trial(grid_run.workspace, trial, silent).eval()
     (version,), (model,) = versions(grid_run), models(grid_run)
-    best, client = best_of(grid_run, 2), grid_run.tracker.client
+    best, client = best_in(grid_run.workspace.store, grid_run.workspace.folder(trial)), grid_run.tracker.client
+    assert best is not None
     epoch, run_id = best.history[-1], grid_run.tracker.results()[trial.key].run_id
     assert (version.name, version.version, version.run_id) == ("small-digits-patchwise_3", 1, run_id)
     assert (version.tags["san.trial"], version.tags["san.epoch"]) == (trial.key, "1")

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
@@ -16,7 +15,7 @@ from experiments.training import metric_logger
 from experiments.training.metric_logger import AsyncMetricLogger
 from san import Complexity
 from tests.experiments.conftest import OpenGrid
-from tests.experiments.drivers import PATIENCE
+from tests.experiments.drivers import PATIENCE, wait_until
 from tests.experiments.samples import EPOCH, logged_epochs
 
 HISTORY = tuple(replace(EPOCH, epoch=number, top1=10.0 * number, ended=1000 + number) for number in range(8))
@@ -60,10 +59,7 @@ def test_outage_of_mlflow_loses_no_epoch(
             if count == 4:
                 assert has_refused.wait(PATIENCE)
                 is_away.clear()
-                limit = time.monotonic() + PATIENCE
-                while not runs_are(grid_run, ("RUNNING", 4)):  # the missing epochs are sent again
-                    assert time.monotonic() < limit
-                    time.sleep(0.05)
+                wait_until(lambda: runs_are(grid_run, ("RUNNING", 4)))  # the missing epochs are sent again
         assert has_refused.wait(PATIENCE)
         logger.finish(None, None, 0.1)
     assert caplog.text.count("cannot send results to MLflow, will retry: ") == 2
@@ -83,13 +79,12 @@ def test_outage_of_mlflow_loses_no_epoch(
 def test_system_metrics(wanted: bool, open_small_grid: OpenGrid, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", str(wanted).lower())
-    grid_run, name, limit = open_small_grid(), "system/cpu_utilization_percentage", time.monotonic() + PATIENCE
+    grid_run, name = open_small_grid(), "system/cpu_utilization_percentage"
     key = grid_run.trials[1].key
     logger = open_logger(grid_run)
     logger.log(HISTORY[:1])
-    while wanted and name not in (grid_run.tracker.results()[key].metrics if key in grid_run.tracker.results() else {}):
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    if wanted:
+        wait_until(lambda: key in (found := grid_run.tracker.results()) and name in found[key].metrics)
     logger.finish(None, None, PATIENCE)
     assert (logger._monitor is not None) == wanted
     assert (name in grid_run.tracker.results()[key].metrics) == wanted == NodeMonitor.is_wanted()

@@ -76,20 +76,6 @@ def test_killed_trial_resumes_with_identical_weights(
     assert not list(killed.checkpoints(trial).glob("*.partial"))
 
 
-@pytest.mark.slow
-def test_trial_resumes_with_another_number_of_workers(open_small_grid: OpenGrid, place: Place) -> None:
-    trial = resnet(open_small_grid(*SHORT, *ALWAYS))
-    workspace = place("runs2")
-    assert ended(start(workspace, trial, 2, Kill("step", 7)))[-1] == -9
-    begun = newest(workspace, trial)
-    assert (begun.workers, begun.running.number) == (2, 1)
-    assert begun.running.steps in (1, 2)  # the second one is not always saved before the kill
-    assert ended(start(workspace, trial, 1)) == [0]
-    assert "the number of workers changed from 2 to 1: BatchNorm resumes from the mean" in workspace.log(trial).read_text()
-    finished = newest(workspace, trial)
-    assert (finished.workers, len(finished.history)) == (1, 2)
-
-
 def test_validates_every_few_epochs_and_after_the_last(open_small_grid: OpenGrid) -> None:
     options = ("recipe.epochs=5", "recipe.validate_every_n_epochs=2", "recipe.drop_path=0.2")
     grid_run = open_small_grid(*SHORT, *HELD_OUT[:2], *options)

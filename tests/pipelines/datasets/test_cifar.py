@@ -88,15 +88,23 @@ def test_rejects_the_archive_of_the_other_dataset(official: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("suffix", ["gz", "xz", ""])
-@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
-def test_rejects_a_truncated_archive(share: float, suffix: str, official: Path, tmp_path: Path) -> None:
+def test_rejects_a_truncated_archive(suffix: str, official: Path, tmp_path: Path) -> None:
     path = tmp_path / f"half.tar.{suffix}"
     with tarfile.open(official) as whole, tarfile.open(path, f"w:{suffix}") as tar:  # type: ignore[call-overload]
         for member in whole:
             tar.addfile(member, whole.extractfile(member))
-    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
-    with pytest.raises(DataError, match=r"half\.tar.*(cannot read|not all of it)"):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DataError, match=r"half\.tar.*cannot read"):
         prepare_cifar(tmp_path / "cifar10", "cifar10", path, counting)
+
+
+def test_rejects_an_archive_without_some_files(official: Path, tmp_path: Path) -> None:
+    """As one that was truncated between two files."""
+    with tarfile.open(official) as whole, tarfile.open(tmp_path / "few.tar", "w") as tar:
+        for member in whole.getmembers()[:3]:
+            tar.addfile(member, whole.extractfile(member))
+    with pytest.raises(DataError, match=r"few\.tar.*not all of it"):
+        prepare_cifar(tmp_path / "cifar10", "cifar10", tmp_path / "few.tar", counting)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 import re
 import shutil
 from itertools import pairwise
@@ -214,12 +213,6 @@ def test_without_keeps_the_rest_in_order(many: Dataset) -> None:
     assert many.without([]) == many
     with pytest.raises(DataError, match="left in c"):
         many.without(range(32, 37))
-
-
-def test_data_sets_can_be_pickled(many: Dataset) -> None:
-    train, val = pickle.loads(pickle.dumps(many.hold_out(2)))
-    assert (train, val) == many.hold_out(2)
-    assert train != val and many.paths[2:] == tuple(many.paths)[2:] and many.paths[-1] == "train/c/04.jpg"
 
 
 def test_synthetic_data_sets() -> None:

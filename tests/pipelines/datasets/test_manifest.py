@@ -81,12 +81,11 @@ def test_rejects_a_broken_link(folder: Path) -> None:
         Dataset.open(folder, "train")
 
 
-@pytest.mark.parametrize(("split", "whose"), [("train", "val"), ("val", "train")])
-def test_rejects_the_list_of_another_split(folder: Path, split: str, whose: str) -> None:
-    data = Dataset.scan(folder, whose)
-    write_list(list_path(folder, split), data.paths, data.sizes)
-    with pytest.raises(DataError, match=rf"{split}\.txt: .*{whose}/.*{split}/"):
-        Dataset.open(folder, split)
+def test_rejects_the_list_of_another_split(folder: Path) -> None:
+    data = Dataset.scan(folder, "val")
+    write_list(list_path(folder, "train"), data.paths, data.sizes)
+    with pytest.raises(DataError, match=r"train\.txt: .*val/.*train/"):
+        Dataset.open(folder, "train")
 
 
 def test_names_need_not_be_utf8(tmp_path: Path) -> None:
@@ -123,7 +122,7 @@ def test_rejects_a_list_of_other_classes(folder: Path) -> None:
         Dataset.open(folder, "train")
 
 
-@pytest.mark.parametrize("path", ["1.jpg", "train/1.jpg"])
+@pytest.mark.parametrize("path", ["train/1.jpg", "val/a/1.jpg"])
 def test_rejects_paths_of_another_layout(folder: Path, path: str) -> None:
     write_list(folder / "train.txt", ["train/a/1.jpg", path], [1, 1])
     with pytest.raises(DataError, match=r"train\.txt: .*<folder>/<class>/<image>"):

@@ -186,22 +186,10 @@ def test_rejects_shards_larger_than_the_free_space(data: Dataset, out: Path) -> 
         packed(endless, out)
 
 
-def lost_byte(path: Path) -> None:
-    path.write_bytes(path.read_bytes().rstrip(b"\n")[:-1])
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("train-00001.tar", Path.unlink),
-        ("train-00001.tar", lost_byte),
-        ("train.index", lost_byte),
-        ("train.index", lambda path: path.write_text("")),
-    ],
-)
-def test_rejects_damaged_shards(data: Dataset, out: Path, name: str, damage: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize("name", ["train-00001.tar", "train.index"])
+def test_rejects_a_damaged_file(data: Dataset, out: Path, name: str) -> None:
     packed(data, out)
-    damage(out / name)
+    (out / name).write_bytes((out / name).read_bytes().rstrip(b"\n")[:-1])
     with pytest.raises(DataError, match=re.escape(name)):
         Dataset.open_shards(out, "train")
 
