@@ -53,30 +53,18 @@ class Glue(TorchDispatchMode):
 
 
 def count(kind: str, training: bool, stage: str, batch: int) -> Glue:
-    """Counts the second step; the first one may compute what later ones use again."""
+    """Counts what one step runs."""
     channels, side, footprint = STAGES[stage]
     layer = KINDS[kind](channels, footprint).train(training)
     for role in ("phi", "psi", "beta"):  # with a hook, they run as convolutions, which are not counted
         layer.get_submodule(role).register_forward_hook(lambda *_: None)
     x = torch.randn(batch, channels, side, side).contiguous(memory_format=torch.channels_last).requires_grad_(training)
     grad = torch.randn_like(layer(x))
-    glue = Glue()
-    for counted in (False, True):
-        layer.zero_grad()
-        x.grad = None
-        with torch.set_grad_enabled(training):
-            if counted:
-                with glue:
-                    step(layer, x, grad)
-            else:
-                step(layer, x, grad)
+    with torch.set_grad_enabled(training), Glue() as glue:
+        y = layer(x)
+        if training:
+            y.backward(grad)
     return glue
-
-
-def step(layer: torch.nn.Module, x: Tensor, grad: Tensor) -> None:
-    y = layer(x)
-    if y.requires_grad:
-        y.backward(grad)
 
 
 def main() -> None:

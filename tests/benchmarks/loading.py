@@ -77,38 +77,28 @@ class Setting:
         return [dataset.root / path for path in dataset.paths]
 
 
-@dataclass(frozen=True)
-class Contender:
-    """This project's loader, or a DataLoader of torch."""
-
-    name: str = "this project"
-
-    @property
-    def tuned(self) -> bool:
-        return self == TUNED
-
-    def epochs(
-        self, setting: Setting, train: bool, batch: int = BATCH, threads: int = THREADS
-    ) -> Callable[[int], Iterator[torch.Tensor]]:
-        """Returns a function from the number of an epoch to its batches."""
-        if self == PROJECT:
-            loader = Loader(setting.dataset(), setting.transform, train=train, batch_size=batch, threads=threads)
-            return lambda number: (batch.images_NCHW for batch in loader.epoch(number))
-        images = (Batches if self.tuned else Images)(setting.files(), train, setting.transform)
-        workers: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
-            images,
-            batch_size=batch,
-            shuffle=train,
-            num_workers=threads,
-            persistent_workers=True,
-            collate_fn=_unchanged if self.tuned else None,  # type: ignore[arg-type]
-        )
-        if not self.tuned:
-            return lambda number: iter(workers)
-        return lambda number: (batch_N3HW.float().sub_(MEAN_311).div_(STD_311) for batch_N3HW in workers)
+PROJECT, USUAL, TUNED = "this project", "DataLoader, usual", "DataLoader, tuned"
 
 
-PROJECT, USUAL, TUNED = Contender(), Contender("DataLoader, usual"), Contender("DataLoader, tuned")
+def epochs(
+    contender: str, setting: Setting, train: bool, batch: int = BATCH, threads: int = THREADS
+) -> Callable[[int], Iterator[torch.Tensor]]:
+    """A function from the number of an epoch to its batches: of this project's loader, or of a DataLoader of torch."""
+    if contender == PROJECT:
+        loader = Loader(setting.dataset(), setting.transform, train=train, batch_size=batch, threads=threads)
+        return lambda number: (batch.images_NCHW for batch in loader.epoch(number))
+    images = (Batches if contender == TUNED else Images)(setting.files(), train, setting.transform)
+    workers: torch.utils.data.DataLoader[torch.Tensor] = torch.utils.data.DataLoader(
+        images,
+        batch_size=batch,
+        shuffle=train,
+        num_workers=threads,
+        persistent_workers=True,
+        collate_fn=_unchanged if contender == TUNED else None,  # type: ignore[arg-type]
+    )
+    if contender == USUAL:
+        return lambda number: iter(workers)
+    return lambda number: (batch_N3HW.float().sub_(MEAN_311).div_(STD_311) for batch_N3HW in workers)
 
 
 def _unchanged(batch: torch.Tensor) -> torch.Tensor:
@@ -172,10 +162,10 @@ def validated(data: bytes, height: int, width: int, transform: Transform) -> Pix
     return by_pillow(data, None, height, width)[top : top + size, left : left + size]
 
 
-def serve(contender: Contender, setting: Setting, train: bool, connection: Any) -> None:
+def serve(contender: str, setting: Setting, train: bool, connection: Any) -> None:
     """Runs a warm-up and sends its difference to Pillow; then runs an epoch for each number and sends its speed."""
     torch.set_num_threads(1)
-    epoch = contender.epochs(setting, train)
+    epoch = epochs(contender, setting, train)
     first, *_ = epoch(0)
     connection.send(math.nan if train else difference_to_pillow(first, setting))
     while (number := connection.recv()) is not None:
@@ -192,18 +182,18 @@ def difference_to_pillow(images_NCHW: torch.Tensor, setting: Setting) -> float:
     return (images_NCHW[:count] * STD_311 + MEAN_311 - pillow).abs().mean().item()
 
 
-def race(contenders: list[Contender], setting: Setting, train: bool, repeats: int) -> list[list[str]]:
+def race(contenders: list[str], setting: Setting, train: bool, repeats: int) -> list[list[str]]:
     """Runs each contender in its own process and returns the rows of a table."""
     connections, differences = {}, {}
     for contender in contenders:
         spawn = multiprocessing.get_context("spawn")
         connection, theirs = spawn.Pipe()
         process = spawn.Process(target=serve, args=(contender, setting, train, theirs))
-        with patch.dict(os.environ, KEEP_MEMORY if contender.tuned else {}):
+        with patch.dict(os.environ, KEEP_MEMORY if contender == TUNED else {}):
             process.start()
         theirs.close()
-        differences[contender.name] = connection.recv()
-        connections[contender.name] = connection
+        differences[contender] = connection.recv()
+        connections[contender] = connection
     speeds: dict[str, list[float]] = {name: [] for name in connections}
     for number in range(1, repeats + 1):
         for name, connection in connections.items():
@@ -211,7 +201,7 @@ def race(contenders: list[Contender], setting: Setting, train: bool, repeats: in
             speeds[name].append(connection.recv())
     for connection in connections.values():
         connection.send(None)
-    project = speeds[contenders[0].name]
+    project = speeds[contenders[0]]
     return [
         [name, spread(found, 0), ratio(project, found, 2), "-" if train else f"{differences[name]:.2f}"]
         for name, found in speeds.items()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from scipy.stats import linregress  # type: ignore[import-untyped, unused-ignore]
 
 from experiments.config.config import PROJECT_DIR
 from experiments.runs.summary import Epoch
@@ -63,12 +64,8 @@ def _processes(driver: int) -> list[tuple[str, psutil.Process]]:
 
 def _slope(samples_S2: np.ndarray) -> tuple[float, float]:
     """Slope, and half the width of its confidence interval."""
-    x, y = np.array([block.mean(0) for block in np.array_split(samples_S2, BLOCKS)]).T
-    x = x - x.mean()
-    slope = (x * y).sum() / (x * x).sum()
-    rest = y - y.mean() - slope * x
-    error = np.sqrt((rest * rest).sum() / (BLOCKS - 2) / (x * x).sum())
-    return float(slope), float(T_95 * error)
+    fit = linregress(*np.array([block.mean(0) for block in np.array_split(samples_S2, BLOCKS)]).T)
+    return float(fit.slope), T_95 * float(fit.stderr)
 
 
 def logging(folder: Path) -> None:

@@ -35,7 +35,7 @@ from experiments.runs.workspace import open_store
 from experiments.training.checkpoint import DAMAGE, Checkpoint
 from tests.cluster.processes import AGENTS, MARK, marked
 from tests.experiments.drivers import Driver
-from tests.experiments.samples import runs_of
+from tests.experiments.samples import logged_epochs
 from tests.experiments.servers import ObjectStore, Server
 from tests.faults.faults import GRID, SETTINGS
 from tests.faults.witness import steps_of
@@ -189,14 +189,15 @@ class Episode:
     def inject(self, fault: Fault) -> None:
         began = time.monotonic()
         try:
-            lift = INJECTIONS[fault.kind](self, fault, random.Random(fault.seed))
+            method = getattr(self, fault.kind.replace(" ", "_").replace("-", "_"))
+            lift: Lift | None = method(fault, random.Random(fault.seed))
         except ImpossibleNowError:
             return
         self.injected.append(f"{fault.kind}: {fault.victim}" if fault.kind in ("kill", "stop") else fault.kind)
         if lift:
             self.lifts.append((began + fault.seconds, lift))
 
-    # Each method injects a fault and returns the function that ends it, if the fault has a duration.
+    # Each method injects the fault of its name and returns the function that ends it, if the fault has a duration.
 
     def kill(self, fault: Fault, rng: random.Random) -> None:
         os.kill(self.victim(fault.victim, rng), signal.SIGKILL)
@@ -293,10 +294,9 @@ class Episode:
     def check_tracking(self) -> None:
         with patch.dict(os.environ, self.environment):
             grid_run = open_grid_run(GridRequest(GRID, "digits", tuple(self.overrides), self.place))
-            client, runs = grid_run.tracker.client, runs_of(grid_run)
-        epochs = [metric.step for run in runs for metric in client.get_metric_history(run.info.run_id, "val/top1")]
-        if len(runs) != 1 or sorted(epochs) != list(range(12)) or runs[0].info.status != "FINISHED":
-            raise ProblemError(f"{len(runs)} runs with the epochs {epochs}, {[run.info.status for run in runs]}")
+            found = logged_epochs(grid_run)
+        if [(status, sorted(epochs)) for (_, _, status), epochs in found.items()] != [("FINISHED", list(range(12)))]:
+            raise ProblemError(f"runs in MLflow: {found}")
 
     def last_file(self, folder: str, suffix: str) -> bytes:
         """The content of the last file in a folder of the store."""
@@ -321,18 +321,6 @@ class Episode:
             if "corrupt file" not in self.injected:
                 raise ProblemError("the last checkpoint is damaged") from None
             return None
-
-
-INJECTIONS: dict[str, Callable[[Episode, Fault, random.Random], Lift | None]] = {
-    "kill": Episode.kill,
-    "stop": Episode.stop,
-    "second command": Episode.second_command,
-    "corrupt file": Episode.corrupt_file,
-    "full disk": Episode.full_disk,
-    "read-only disk": Episode.read_only_disk,
-    "object store away": Episode.object_store_away,
-    "tracking server killed": Episode.tracking_server_killed,
-}
 
 
 def _continue(pid: int) -> None:
@@ -366,8 +354,8 @@ def run_episode(seed: int, number: int, folder: Path, whole: dict[str, Episode])
     try:
         episode.run(faults)
         episode.check(whole[workers])
-    except ProblemError as error:
-        problem = f"PROBLEM: {error}"
+    except Exception as error:
+        problem = f"PROBLEM: {error!r}"
         shutil.copytree(episode.runs, episode.folder / "kept")  # the runs are on a file system in memory
     finally:
         episode.close()

@@ -56,7 +56,8 @@ def targets(folder: Path) -> list[Target]:
 
 
 def _file(path: Path, read: Callable[[Path], object]) -> Callable[[bytes], object]:
-    """Reads inputs as the content of a file, and checks that the file stays the same."""
+    """Reads inputs as the content of a file, and checks that the file stays the same. Afterwards it has its first content."""
+    valid = path.read_bytes() if path.exists() else b""
 
     def read_content(content: bytes) -> object:
         path.write_bytes(content)
@@ -64,6 +65,7 @@ def _file(path: Path, read: Callable[[Path], object]) -> Callable[[bytes], objec
             return read(path)
         finally:
             assert path.read_bytes() == content, f"{path} was modified"
+            path.write_bytes(valid)
 
     return read_content
 
@@ -149,14 +151,13 @@ def _images(folder: Path) -> list[Target]:
         dataset = Dataset.open(root, "train", path.parent)
         return [dataset.source(number).read() for number in range(len(dataset))], dataset.digest()
 
-    valid_index, valid_shard = index.read_bytes(), shard.read_bytes()
     return [
         Target(
             "index of shards",
             _file(index, open_packed),
-            changed_value(rows[1:]).map(with_checksum) | changed_bytes(valid_index),
+            changed_value(rows[1:]).map(with_checksum) | changed_bytes(index.read_bytes()),
         ),
-        Target("shard", _after(lambda: index.write_bytes(valid_index), _file(shard, open_packed)), changed_bytes(valid_shard)),
+        Target("shard", _file(shard, open_packed), changed_bytes(shard.read_bytes())),
         Target(
             "list", _file(listing, open_listed), changed_value(names).map(with_digest) | changed_bytes(listing.read_bytes())
         ),
@@ -166,13 +167,3 @@ def _images(folder: Path) -> list[Target]:
             changed_bytes(jpeg) | changed_bytes(png),
         ),
     ]
-
-
-def _after(restore: Callable[[], object], read: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Restores files that another target changed before it reads."""
-
-    def read_restored(content: Any) -> object:
-        restore()
-        return read(content)
-
-    return read_restored

@@ -22,7 +22,7 @@ def test_malformed_input(tmp_path: Path) -> None:
 
 
 def _read_malformed(target: Target) -> None:
-    @settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(database=None, suppress_health_check=list(HealthCheck))
     @given(target.inputs)
     def read(content: object) -> None:
         with warnings.catch_warnings():

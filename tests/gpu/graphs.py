@@ -8,9 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-import san
 from tests.gpu.case import Case, Row, Settings, SkipCase
-from tests.gpu.correctness import NETWORKS, check, exact_products, whole
+from tests.gpu.correctness import NETWORKS, check, exact_products, small_model, whole
 from tests.ops.cases import error
 
 BATCHES = (8, 7, 8, 7, 7, 8)
@@ -20,13 +19,6 @@ ALLOWED = {"float32": 1e-3, "bfloat16": 5e-2}
 
 Step = Callable[[Tensor, Tensor], Tensor]
 Found = dict[str, Tensor]
-
-
-def network(name: str, settings: Settings) -> nn.Module:
-    """Returns a model in training mode, with the same weights in each call."""
-    torch.manual_seed(0)
-    stages = 2 if settings.small else 3
-    return san.create_model(name, CLASSES, num_stages=stages, width_mult=0.5).to(settings.device)
 
 
 def trained(model: nn.Module, step: Step, settings: Settings) -> Found:
@@ -57,7 +49,7 @@ def gradient_descent(name: str, precision: str, graphs: bool, settings: Settings
     from experiments.training.engine import StepGraphs, _flat_gradients
     from experiments.training.recipe import MixedBatch
 
-    model = network(name, settings).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = small_model(name, settings)[0].to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     gradients = _flat_gradients(model)
 
     def forward_backward(part: MixedBatch, images: int) -> Tensor:
@@ -90,7 +82,7 @@ def engine(name: str, precision: str, accumulate: int, graphs: bool, settings: S
     values = {"epochs": 2, "batch_size": 8, "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4, "label_smoothing": 0.1}
     recipe = RecipeConfig.model_validate(values | {"grad_accum_steps": accumulate, "precision": precision})
     config = EngineConfig(cuda_graphs=graphs, tf32=False)
-    ours = Engine(network(name, settings), recipe, len(BATCHES), 8 // accumulate, config)
+    ours = Engine(small_model(name, settings)[0], recipe, len(BATCHES), 8 // accumulate, config)
     assert isinstance(ours._forward_backward, StepGraphs) == graphs
     return trained(ours.module, ours.train_step, settings)
 

@@ -53,7 +53,7 @@ def contenders(mode: str, batch: int, threads: int, settings: Settings) -> dict[
     import nvidia.dali  # noqa: F401
 
     from pipelines import Dataset, Loader, Transform
-    from tests.benchmarks.loading import TUNED, Setting
+    from tests.benchmarks.loading import TUNED, Setting, epochs
 
     train = mode != "validation"
     found: dict[str, Epoch] = {}
@@ -61,7 +61,7 @@ def contenders(mode: str, batch: int, threads: int, settings: Settings) -> dict[
         transform, root = Transform(size=48, resize=48, crop_padding=6), Path(settings.cifar10 or "")
     else:  # the DataLoader has no shifted crops; it comes first, because its processes are forks of this one
         transform, root = Transform(), photographs(settings)
-        found["DataLoader"] = TUNED.epochs(Setting(root, transform), train, batch, threads)
+        found["DataLoader"] = epochs(TUNED, Setting(root, transform), train, batch, threads)
     for decoder in ("cpu", settings.device) if settings.on_gpu else ("cpu",):
         device = torch.device(decoder)
         loader = Loader(Dataset.scan(root, "train"), transform, train=train, batch_size=batch, threads=threads, device=device)

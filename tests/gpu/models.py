@@ -9,7 +9,6 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,18 +28,10 @@ HOW = ("eager", "graphs")
 MODES = ("eval", "train")
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One combination of precision and mode: `eager`, `graphs` or `compiled`."""
-
-    precision: str
-    how: str
-
-
 class Network:
-    """A model with its optimizer on random images."""
+    """A model with its optimizer on random images. `how` is `eager`, `graphs` or `compiled`."""
 
-    def __init__(self, name: str, setting: Setting, settings: Settings) -> None:
+    def __init__(self, name: str, how: str, settings: Settings) -> None:
         size: dict[str, Any] = {"num_stages": 2, "width_mult": 0.5} if settings.small else {}
         batch, side, device = (2, 32, settings.device) if settings.small else (BATCH, 224, settings.device)
         self.model: nn.Module = san.create_model(name, **size).to(device)
@@ -50,7 +41,7 @@ class Network:
         self.labels = torch.randint(1000, (batch,)).to(device)
         self.sgd = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
         self.run: Callable[[torch.Tensor], torch.Tensor] = self.model
-        if setting.how == "compiled":
+        if how == "compiled":
             self.run = torch.compile(self.model, backend="inductor" if settings.on_gpu else "aot_eager")
 
     def train(self) -> None:
@@ -65,21 +56,21 @@ class Network:
             self.run(self.images)
 
 
-def network(name: str, setting: Setting, settings: Settings) -> Iterator[Row]:
+def network(name: str, precision: str, how: str, settings: Settings) -> Iterator[Row]:
     """Measures images per second and peak memory; running out of memory is a result."""
     kernels(settings)
     for mode in MODES:
-        yield {"model": name, "precision": setting.precision, "how": setting.how, **measured(name, setting, mode, settings)}
+        yield {"model": name, "precision": precision, "how": how, **measured(name, precision, how, mode, settings)}
 
 
-def measured(name: str, setting: Setting, mode: str, settings: Settings) -> Row:
+def measured(name: str, precision: str, how: str, mode: str, settings: Settings) -> Row:
     """Measures a network and ResNet26 in one mode. The memory of both is free again afterwards."""
     calls: dict[str, Call] = {}
     peak: dict[str, float | None] = {}
     left_out: dict[str, str] = {}
     for each in (name, YARDSTICK):
         before = free_memory(settings)
-        ready, missing = prepare({each: step(each, setting, mode, settings)}, settings, setting.how == "graphs")
+        ready, missing = prepare({each: step(each, precision, how, mode, settings)}, settings, how == "graphs")
         calls, left_out = calls | ready, left_out | missing
         peak[each] = round((torch.cuda.max_memory_allocated() - before) / 2**20, 1) if settings.on_gpu and ready else None
     samples, batch = measure(calls, settings, 7), 2 if settings.small else BATCH
@@ -91,11 +82,11 @@ def measured(name: str, setting: Setting, mode: str, settings: Settings) -> Row:
     return row | {"passed": left_out.get(name) in (None, "out of memory")}
 
 
-def step(name: str, setting: Setting, mode: str, settings: Settings) -> Call:
+def step(name: str, precision: str, how: str, mode: str, settings: Settings) -> Call:
     """Returns a call that creates the network the first time, so that an error there concerns only this network."""
-    net = functools.cache(partial(Network, name, setting, settings))
+    net = functools.cache(partial(Network, name, how, settings))
     run = {"train": Network.train, "eval": Network.evaluate}[mode]
-    return under("auto", setting.precision, settings.device, lambda: run(net()))
+    return under("auto", precision, settings.device, lambda: run(net()))
 
 
 def free_memory(settings: Settings) -> int:
@@ -112,7 +103,7 @@ def _cases() -> Iterator[Case]:
     """Those of pairwise and patchwise attention come first, TF32 before bfloat16, eager before CUDA graphs."""
     for name, precision, how in itertools.product(NAMES, PRECISIONS[:2], HOW):
         far = 2 * (name == NAMES[-1]) + PRECISIONS.index(precision) + HOW.index(how)
-        yield Case("models", f"{name} {precision} {how}", partial(network, name, Setting(precision, how)), 21 + far, 120)
+        yield Case("models", f"{name} {precision} {how}", partial(network, name, precision, how), 21 + far, 120)
 
 
 ALL = list(_cases())

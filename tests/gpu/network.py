@@ -21,7 +21,7 @@ from san.nn.mapping import Gamma
 from tests.benchmarks.traffic import step as traffic
 from tests.gpu.build import kernels
 from tests.gpu.case import Case, Row, Settings
-from tests.gpu.models import Network, Setting
+from tests.gpu.models import Network
 from tests.gpu.timing import Call, captured, measure, spread, under
 
 NAMES = ("san10_pairwise", "san10_patchwise", "resnet26")
@@ -68,7 +68,7 @@ def class_of(kernel: str) -> str:
 
 def step(name: str, precision: str, settings: Settings, how: str = "graphs") -> Call:
     """A training step of 32 images, on a GPU as a CUDA graph."""
-    network = Network(name, Setting(precision, how), settings)
+    network = Network(name, how, settings)
     call = under("auto", precision, settings.device, network.train)
     return captured(call)[0] if settings.on_gpu else call
 

@@ -46,26 +46,29 @@ class Command:
     began: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        handle, name = tempfile.mkstemp(suffix=".txt")
-        self.log = Path(name)
-        with open(handle, "wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "experiments", *self.arguments],
-                cwd=ROOT,
-                env={**os.environ, **self.environment},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
+        self.log = tempfile.NamedTemporaryFile(suffix=".txt")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "experiments", *self.arguments],
+            cwd=ROOT,
+            env={**os.environ, **self.environment},
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
 
     @property
     def said(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
+        return Path(self.log.name).read_text(encoding="utf-8", errors="replace")
 
-    def wait(self) -> Done:
+    @property
+    def last(self) -> str:
+        """The end of the output, for the message of a failed check."""
+        return self.said[-600:]
+
+    def wait(self) -> Command:
         """Waits for the end. If the case reaches its limit, its commands are killed, too."""
-        code = self.process.wait()
-        print(f"$ san {' '.join(self.arguments)}\n{self.said}exit code {code}", flush=True)
-        return Done(code, self.said, round(time.perf_counter() - self.began, 1))
+        self.code, self.seconds = self.process.wait(), round(time.perf_counter() - self.began, 1)
+        print(f"$ san {' '.join(self.arguments)}\n{self.said}exit code {self.code}", flush=True)
+        return self
 
     def wait_until(self, happened: Callable[[], object]) -> bool:
         """Whether it happened before the command ended."""
@@ -76,19 +79,7 @@ class Command:
         return True
 
 
-@dataclass(frozen=True)
-class Done:
-    code: int
-    said: str
-    seconds: float
-
-    @property
-    def last(self) -> str:
-        """The end of the output, for the message of a failed check."""
-        return self.said[-600:]
-
-
-def san(*arguments: str, **environment: str) -> Done:
+def san(*arguments: str, **environment: str) -> Command:
     return Command(arguments, environment).wait()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import san
 from san import ops
-from tests.nn.kinds import randomize_vectors
+from tests.nn.kinds import gradients, randomize_vectors
 
 NAMES = ["san10_pairwise", "san10_patchwise", "san10_scalar", "resnet26"]
 every_model = pytest.mark.parametrize("name", NAMES)
@@ -29,12 +29,6 @@ def made(name: str) -> nn.Module:
 
 def norms(model: nn.Module) -> Iterator[str]:
     return (name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d))
-
-
-def gradients(model: nn.Module) -> list[Tensor]:
-    leaf = IMAGES.clone().requires_grad_()
-    logits = model(leaf)
-    return [logits, *torch.autograd.grad(logits.square().sum(), [leaf, *model.parameters()])]
 
 
 class Identity(nn.Module):
@@ -82,11 +76,12 @@ def test_outputs_kept_by_hooks_are_not_overwritten(name: str, training: bool) ->
 @every_model
 def test_backward_hooks_do_not_change_results(name: str) -> None:
     model = made(name)
-    wanted = gradients(copy.deepcopy(model))
+    plain = copy.deepcopy(model)
+    wanted = gradients(plain, plain, IMAGES)
     seen: set[str] = set()
     for part, layer in model.named_modules():
         layer.register_full_backward_hook(lambda *_, part=part: seen.add(part))  # type: ignore[misc]
-    torch.testing.assert_close(gradients(model), wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gradients(model, model, IMAGES), wanted, rtol=1e-9, atol=1e-9)
     assert seen >= set(norms(model))
 
 

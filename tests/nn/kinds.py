@@ -79,7 +79,7 @@ def made(kind: str, footprint: int, seed: int = 0) -> SelfAttention:
     return module
 
 
-def gradients(function: Callable[[Tensor], Tensor], module: SelfAttention, x: Tensor) -> list[Tensor]:
+def gradients(function: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> list[Tensor]:
     """Returns the output and, for a fixed random cotangent, the gradients of the input and of all parameters."""
     leaf = x.clone().requires_grad_()
     y = function(leaf)

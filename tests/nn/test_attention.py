@@ -163,10 +163,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "hidden layer of 0": (lambda: PairwiseAttention(64, hidden_reduction=0), "hidden_reduction.*0"),
     "hidden layer not reduced evenly": (lambda: PairwiseAttention(64, hidden_reduction=3), "64 channels.*hidden_reduction=3"),
     "group size as text": (lambda: PairwiseAttention(64, group_size="8"), "group_size.*'8'"),  # type: ignore[arg-type]
-    "group size of 0": (lambda: PatchwiseAttention(64, group_size=0), "group_size.*0"),
     "heads as a float": (lambda: ScalarAttention(64, heads=2.0), "heads.*2.0"),  # type: ignore[arg-type]
     "boolean channels": (lambda: PairwiseAttention(True, 1), "channels.*True"),
-    "no channels": (lambda: PatchwiseAttention(0), "channels.*0"),
     "heads": (lambda: ScalarAttention(64, heads=3), "heads=3"),
     "weights in training": (
         lambda: san.attention_weights(nn.Sequential(PairwiseAttention(64)), torch.zeros(1)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +29,6 @@ from tests.ops.cases import (
     with_saved,
 )
 from tests.ops.threads import assert_same_bits_with_any_number_of_threads
-
-ROOT = Path(__file__).parents[2]
 
 # With few channels, the CPU kernels process 16 pixels at once: rows with one fewer, exactly as many, and more.
 LONG_ROWS = [Sizes(1, 9, width, 3, 4, 4, 2) for width in (15, 16, 37)]

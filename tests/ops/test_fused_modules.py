@@ -283,8 +283,6 @@ UNFUSED: dict[str, Callable[[Any], Any]] = {
     "backward hook": lambda m: m.gamma[2].register_full_backward_hook(lambda *_: None),
     "backward pre-hook": lambda m: m.gamma[2].register_full_backward_pre_hook(lambda *_: None),
     "forward hook on gamma": lambda m: m.gamma.register_forward_hook(lambda *_: None),
-    "backward hook on gamma": lambda m: m.gamma.register_full_backward_hook(lambda *_: None),
-    "backward pre-hook on gamma": lambda m: m.gamma.register_full_backward_pre_hook(lambda *_: None),
     "subclass of BatchNorm": lambda m: replace_norm(m, 0, OtherNorm),
     "SyncBatchNorm": lambda m: (replace_norm(m, 0, nn.SyncBatchNorm), m.eval()),
     "parametrization": lambda m: nn.utils.parametrizations.weight_norm(m.gamma[2]),
