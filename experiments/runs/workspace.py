@@ -77,7 +77,7 @@ def open_store(runs: str | Path | None = None) -> Store:
     runs = runs or default_runs()
     if not is_uri(runs):
         folder = Path(os.path.expanduser(runs)).resolve()
-        if folder.exists() and not folder.is_dir():
+        if os.path.exists(folder) and not os.path.isdir(folder):  # unlike pathlib, without an error where nothing can be read
             raise UserError(f"{folder}: a file, but runs are stored in a folder; choose another one with --runs")
         return LocalStore(folder)
     if not is_bucket(str(runs)):
@@ -117,7 +117,7 @@ def tracking_uri(store: Store) -> str:
 
 def has_runs(uri: str) -> bool:
     """Whether anything can have been tracked there: a server, or a database that exists."""
-    return (database := local_database(uri)) is None or database.exists()
+    return (database := local_database(uri)) is None or os.path.exists(database)
 
 
 def local_database(uri: str) -> Path | None:

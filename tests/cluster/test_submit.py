@@ -181,6 +181,7 @@ def test_cluster_needs_the_token(head: RayHead, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("address", "variables", "message"),
     [
+        (None, {}, "no address of a job server; give --address"),
         (None, {"RAY_ADDRESS": "head:6379"}, "'head:6379' is not the address of a job server"),
         (None, {"RAY_ADDRESS": "http://127.0.0.1:9"}, "http://127.0.0.1:9 does not answer"),
         ("http://127.0.0.1:9", {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:10"}, "http://127.0.0.1:9 does not answer"),

@@ -167,6 +167,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"attention ./{300 * 'x'} 3", ["File name too long"]),
         ("models zzz", ["'zzz'"]),
         ("plan footprnt", ["footprnt", "did you mean `footprint`?"]),
+        (f"run {{grid}} --serial --runs {300 * 'x'}", ["File name too long", "--runs"]),
         ("plan {grid} --only resnet26", ["--only resnet26", "did you mean `resnet26_3`?"]),
         ("run {grid} resources.workers=2 recipe.batch_size=1", ["batch"]),
         ("runs --runs {files}/a.txt", ["a.txt", "--runs"]),

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from experiments.config.config import EngineConfig, RecipeConfig
 from experiments.errors import UserError
-from experiments.training.engine import Engine, numerics
+from experiments.training.engine import Engine, numerics, validated_weights
 from experiments.training.metrics import Accuracy, Scores
 from tests.experiments.processes import together
 
@@ -197,3 +197,9 @@ def test_deterministic_algorithms_are_disabled_after_the_block() -> None:
     with numerics(EngineConfig(deterministic=True), torch.device("cpu")):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_statistics_of_workers_are_averaged() -> None:
+    workers = [{"buffers": [{"mean": torch.tensor([first, 2.0]), "count": torch.tensor(3)}]} for first in (1.0, 3.0)]
+    weights = validated_weights({"model": {}, "average": None, "workers": workers})
+    assert weights["mean"].tolist() == [2.0, 2.0] and weights["count"] == 3
